@@ -50,7 +50,7 @@ def test_an_exception_of_one_worker_is_shown_once_and_ends_all(run, words, told)
 def test_a_buffer_that_each_rank_moves_by_its_own_micro_batches_is_refused(run):
     failed = run(*TRAIN, 'recipe.model={name: "planted:Centered"}', "placement.processes=2", code=2)
     assert (
-        "error: the forward pass changes buffer center of Centered, so each process would change it by its own"
+        "error: the forward pass changes buffer center of Centered, so each process would change it based on"
         in failed.err
     )
     assert events(failed.folder / "run", "step") == []

@@ -26,7 +26,7 @@ class AuditSchedule:
         return is_due(step.number, self.interval)
 
     def get_audited_microbatch(self, rank: int, step: Step) -> int:
-        """Return the micro-batch of `rank` that is recomputed. If `rank` has none, returns the last of the step."""
+        """Return which micro-batch of `rank` is recomputed, or the step's last micro-batch if `rank` has none."""
         leaves = min(self.num_microbatches, step.samples)
         own_indices = self.mesh.get_data_rank(rank).get_microbatches(leaves) or [(leaves - 1, True)]
         return own_indices[self._get_audit_index(step) // self._peer_count % len(own_indices)][0]

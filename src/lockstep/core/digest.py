@@ -139,11 +139,11 @@ def find_flipped_bit(first_text: str, second_text: str) -> str:
     is the key of very few words, usually of a single word. The probability that any other change looks like a flipped
     bit is that of a hash collision.
     """
-    (first, *tensor), (second, *second_tensor) = first_text.split(" "), second_text.split(" ")
+    (first, *dtype_and_shape), (second, *second_dtype_and_shape) = first_text.split(" "), second_text.split(" ")
     difference = int(second, 16) - int(first, 16)
-    if not difference or tensor != second_tensor or len(tensor) != 2:
+    if not difference or dtype_and_shape != second_dtype_and_shape or len(dtype_and_shape) != 2:
         return ""
-    dtype, shape = getattr(torch, tensor[0]), tuple(map(int, filter(None, tensor[1].split("x"))))
+    dtype, shape = getattr(torch, dtype_and_shape[0]), tuple(map(int, filter(None, dtype_and_shape[1].split("x"))))
     # The number of words per element, and the index of the bit within its word.
     words, bit = max(1, dtype.itemsize // 4), (difference & -difference).bit_length() - 1
     if bit >= 8 * min(dtype.itemsize, 4):
@@ -190,8 +190,8 @@ def _iterate_pieces(tensors: NamedTensors, owned_names: Container[str]) -> Itera
         elif value.primary:
             flat = value.tensor.detach().reshape(-1)
             yield from (
-                _Piece(name, run.offset, flat[run.local_offset : run.local_offset + run.length])
-                for run in value.iterate_segments()
+                _Piece(name, segment.offset, flat[segment.local_offset : segment.local_offset + segment.length])
+                for segment in value.iterate_segments()
             )
 
 

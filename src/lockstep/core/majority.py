@@ -11,10 +11,10 @@ def find_minority(votes: Iterable[tuple[int, Hashable]]) -> list[int] | None:
     because several results are equally frequent, or because more than half of the ranks have a result that differs. The
     most frequent result doesn't need an absolute majority, because two faulty ranks almost never produce the same bits.
     """
-    results_by_rank = list(votes)
-    results = Counter(result for _, result in results_by_rank).most_common(2)
+    rank_results = list(votes)
+    results = Counter(result for _, result in rank_results).most_common(2)
     if len(results) > 1 and results[0][1] == results[1][1]:
         return None
-    ranks = {rank for rank, _ in results_by_rank}
-    outliers = {rank for rank, result in results_by_rank if result != results[0][0]}
+    ranks = {rank for rank, _ in rank_results}
+    outliers = {rank for rank, result in rank_results if result != results[0][0]}
     return None if len(ranks) > 1 and 2 * len(outliers) > len(ranks) else sorted(outliers)

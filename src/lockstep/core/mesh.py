@@ -128,7 +128,7 @@ class DataRank(NamedTuple):
         ]
 
     def get_rounds(self, num_microbatches: int) -> list[tuple[int, int]]:
-        """Return, for each round, the replica's first micro-batch and its number of members with a micro-batch."""
+        """Return, for each round, the replica's first micro-batch and how many members have a micro-batch."""
         own_range = get_subrange(num_microbatches, self.num_replicas, self.replica)
         # Among the replicas in lockstep, the first replica has the most micro-batches.
         longest = get_subrange(
@@ -168,7 +168,7 @@ class DataRank(NamedTuple):
 
     @property
     def counts_microbatches(self) -> bool:
-        """Whether this rank counts its micro-batches, among all ranks with the same micro-batches."""
+        """Whether this rank counts its micro-batches. Only one of the ranks with the same micro-batches does."""
         return self.reports_results and self.sequence_index == 0
 
     def get_evaluation_batches(self, num_batches: int) -> list[int | None]:

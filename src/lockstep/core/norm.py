@@ -18,7 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_MAX_FOLDED_ELEMENTS: Final = 64 << 20  # maximum number of elements per copy, except for larger tensors
+_MAX_FOLDED_ELEMENTS: Final = 64 << 20  # maximum number of elements to fold at once; a larger tensor is folded alone
 
 
 def compute_row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -47,14 +47,14 @@ def compute_folded_norms(matrices: Sequence[Tensor]) -> list[Tensor]:
             half = -(-width // 2)
             squares[:, : width - half].add_(squares[:, half:width])
             width = half
-        row_norm_values = squares[:, :1].sum(1).sqrt_().double()  # one column is left, or no column if n is 0
-        norms |= zip(group, torch.split(row_norm_values, [len(matrices[index]) for index in group]), strict=True)
+        row_norms = squares[:, :1].sum(1).sqrt_().double()  # one column is left, or no column if n is 0
+        norms |= zip(group, torch.split(row_norms, [len(matrices[index]) for index in group]), strict=True)
     return [norms[index] for index in range(len(matrices))]
 
 
 def compute_total_norm(norms: Tensor) -> Tensor:
     """Return the total norm, given the norms of all rows: float64, 0-dim."""
-    # Clone, because the order in which CUDA adds a vector depends on its offset in memory.
+    # Clone, because the order in which CUDA adds the elements of a vector depends on its offset in memory.
     norm: Tensor = torch.linalg.vector_norm(norms.clone() if norms.is_cuda else norms)
     return norm
 

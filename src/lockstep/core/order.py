@@ -19,7 +19,7 @@ def split_range(length: int, num_ranges: int) -> list[range]:
 
 
 def get_subrange(length: int, num_ranges: int, index: int) -> range:
-    """Return range `index` of `split_range(length, count)`."""
+    """Return range `index` of `split_range(length, num_ranges)`."""
     size, remainder = divmod(length, num_ranges)
     first = index * size + min(index, remainder)
     return range(first, first + size + (index < remainder))

@@ -30,8 +30,8 @@ _UNSUPPORTED: Final = {
 def translate_precision(name: object) -> object:
     """Translate optimization levels of apex to Lockstep precisions. All other values are returned unchanged.
 
-    Raises ValueError for precisions that Lockstep doesn't support. Also raises it for other frameworks' names of
-    precisions, with the Lockstep name in the message.
+    Raises ValueError for precisions that Lockstep doesn't support, and for other frameworks' precision names. In the
+    latter case, the message contains the Lockstep name.
     """
     text = str(name)
     if text in APEX_LEVELS:

@@ -37,7 +37,7 @@ def make_key(*words: int) -> int:
 
 
 def extend_key(key: int, *words: int) -> int:
-    """Hash a key and more integers to a new key. `extend_key(key(a), b)` equals `make_key(a, b)`."""
+    """Hash a key and more integers to a new key. `extend_key(make_key(a), b)` equals `make_key(a, b)`."""
     for word in words:
         key = _mix((key + _WEYL + word) & _MASK)
     return key
@@ -51,7 +51,7 @@ def bits(key: int, counters: UInt64) -> UInt64:
 
 
 def draw_uniform(key: int, indices: NDArray[np.int64], num_draws: int) -> NDArray[np.float64]:
-    """Return `num_draws` uniform random numbers in [0, 1) for each index: float64 of shape [len(indices), draws]."""
+    """Return `num_draws` uniform numbers in [0, 1) for each index: float64 of shape [len(indices), num_draws]."""
     counters = indices.astype(np.uint64)[:, None] * np.uint64(num_draws) + np.arange(num_draws, dtype=np.uint64)
     top = bits(key, np.asarray(counters, np.uint64)) >> np.uint64(11)
     return np.asarray(top.astype(np.float64) * 2.0**-53)

@@ -68,5 +68,5 @@ class RateSchedule:
 
 
 def scale_rate(rate: float, reference_batch_size: int | None, batch_size: int) -> float:
-    """Return the base learning rate. Scales it linearly with the batch size if a reference batch size is set."""
+    """Return the base learning rate, scaled linearly with the batch size if a reference batch size is set."""
     return rate if reference_batch_size is None else rate * batch_size / reference_batch_size

@@ -68,7 +68,7 @@ class Shares:
         parts = self._get_element_range(position, num_parts, length)
         return [range(parts.start, min(parts.stop, length)), range(max(parts.stop - length, 0))]
 
-    # Not the same split as order.get_subrange: here, `find_overlaps` can find the part of an element in constant time.
+    # Not the same split as order.get_subrange: here, the part that contains an element can be found in constant time.
     def _get_element_range(self, first_part: int, num_parts: int, vector_length: int) -> range:
         size = len(self.ranks)
         return range(vector_length * first_part // size, vector_length * (first_part + num_parts) // size)
@@ -168,7 +168,7 @@ def plan_reduction(blocks_by_rank: Sequence[Sequence[LeafBlock]], num_leaves: in
     """Return the schedule that adds all leaves over the ranks, given the blocks that each rank holds.
 
     `num_leaves` is the number of leaves of the reduction tree. A block is sent as soon as its sum is complete, even if
-    that of its sibling isn't. Therefore all initial blocks are sent in round 0. Raises KeyError if a leaf is missing.
+    its sibling's sum isn't. Therefore all initial blocks are sent in round 0. Raises KeyError if a leaf is missing.
     """
     shares = {block.first: Shares((rank,)) for rank, rank_blocks in enumerate(blocks_by_rank) for block in rank_blocks}
     next_rounds = dict.fromkeys(shares, 0)  # the first round in which each block can be sent or added

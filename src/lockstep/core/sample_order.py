@@ -72,7 +72,7 @@ class SampleOrder:
         return indices.__getitem__
 
     def compute_digest(self, epoch: int) -> str:
-        """Return a digest of the sample indices of a custom order for an epoch."""
+        """Return a digest of the sample indices that a custom order returns for an epoch."""
         return hashlib.sha256(self._get_indices(epoch).tobytes()).hexdigest()[:16]
 
     def _get_indices(self, epoch: int) -> NDArray[np.int64]:

@@ -46,7 +46,7 @@ class ChunkLayout(NamedTuple):
         return tensor.reshape(first, *remaining_lengths).movedim(0, self.dim).reshape(self.shape)
 
     def get_row_offsets(self, rows: slice) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Return the offset in the original tensor of the first element of each of these rows."""
+        """Return the offsets, in the original tensor, of the first elements of these rows."""
         width = 1 if self.is_flat else self.view[-1]
         view = self.view if self.is_flat else self.view[:-1]
         offsets = np.arange(np.prod(view, dtype=np.int64), dtype=np.int64).reshape(view)

@@ -71,9 +71,9 @@ class BinaryCounter(Generic[T]):
 
     def pop_pieces(self) -> dict[LeafBlock, T]:
         """Return the remaining blocks with their partial sums, from left to right, and clear the counter."""
-        blocks_by_position = {block: self._partial_sums[block] for block in sorted(self._partial_sums)}
+        pieces_in_order = {block: self._partial_sums[block] for block in sorted(self._partial_sums)}
         self._partial_sums.clear()
-        return blocks_by_position
+        return pieces_in_order
 
 
 def sum_pieces(pieces: Mapping[LeafBlock, T], num_leaves: int, add: Callable[[T, T], T]) -> T:

@@ -57,7 +57,7 @@ def describe_too_few(num_processes: int, num_microbatches: int, microbatch: int 
 
 
 def compute_default_microbatches(batch: int, microbatch: int | None = None) -> int:
-    """Return the smallest number of micro-batches with at most `microbatch` samples, which defaults to 32."""
+    """Return the smallest number of micro-batches that each have at most `microbatch` samples, by default 32."""
     return -(-batch // (microbatch or MICROBATCH))
 
 

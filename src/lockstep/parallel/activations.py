@@ -20,9 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.device.memory import empty_host_tensor
 
-# Don't offload smaller tensors: starting a copy takes as long as it takes a PCIe bus to transfer this many bytes.
+# Don't offload smaller tensors: starting a copy takes as long as transferring this many bytes over PCIe.
 _MIN_BYTES: Final = 1 << 16
-_ALIGNED_BYTES: Final = 512  # torch's GPU allocator aligns storages to this number of bytes
+_ALIGNMENT_BYTES: Final = 512  # torch's GPU allocator aligns storages to this number of bytes
 
 
 def training_forward_context(
@@ -52,8 +52,8 @@ class ActivationOffload:
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            packing = TensorPacker(self.model, self.device, self.min_bytes)
-            stack.enter_context(saved_tensors_hooks(packing.pack, _unpack))
+            packer = TensorPacker(self.model, self.device, self.min_bytes)
+            stack.enter_context(saved_tensors_hooks(packer.pack, _unpack))
             stack.enter_context(self.inner)
             self._entered = stack.pop_all()
 
@@ -92,8 +92,8 @@ class TensorPacker:
         tensors = [
             tensor for tensor in chain(model.parameters(), model.buffers()) if type(tensor) in (Tensor, nn.Parameter)
         ]
-        self._resident = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        self._type = device.type
+        self._resident_addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self._device_type = device.type
         self._min_bytes = min_bytes
         # The weak reference keeps the address of the storage reserved, so that no new storage gets the same key.
         self._offloaded: dict[tuple[int, int, int, torch.dtype, int], tuple[HostElements, StorageWeakRef]] = {}
@@ -117,18 +117,18 @@ class TensorPacker:
     def _should_offload(self, tensor: Tensor) -> bool:
         return (
             type(tensor) is Tensor  # exclude parameters, and subclasses that may have no storage
-            and tensor.device.type == self._type
+            and tensor.device.type == self._device_type
             and tensor.layout == torch.strided
             and not (tensor.is_conj() or tensor.is_neg())  # the values in memory aren't conjugated or negated
             and tensor.nbytes >= self._min_bytes
             and not isinstance(tensor._base, nn.Parameter)
-            and tensor.untyped_storage().data_ptr() not in self._resident
+            and tensor.untyped_storage().data_ptr() not in self._resident_addresses
         )
 
 
 @final
 class HostElements:
-    """A copy in CPU memory of consecutive elements of a device storage, so that the storage can be freed."""
+    """Consecutive elements of a device storage, copied to CPU memory so that the storage can be freed."""
 
     def __init__(self, elements: Tensor) -> None:
         self._device = elements.device
@@ -157,8 +157,8 @@ def _unpack(packed: DeviceTensor | HostTensor) -> Tensor:
         case DeviceTensor(tensor, version):
             _check_version(tensor, version, tensor.size())
             return tensor
-        case HostTensor(elements, size, stride, offset, watched, version):
-            _check_version(watched, version, size)
+        case HostTensor(elements, size, stride, offset, version_tensor, version):
+            _check_version(version_tensor, version, size)
             return elements.restore(size, stride, offset)
 
 
@@ -174,12 +174,12 @@ def _check_version(tensor: Tensor, version: int, size: torch.Size) -> None:
 def _find_range_to_copy(tensor: Tensor, num_elements: int) -> tuple[int, int]:
     """Return the offset and number of elements to copy from the tensor's storage, which has `num_elements` elements.
 
-    If the tensor spans at least half of the storage, this is the entire storage, because autograd probably saves more
-    views of the storage, e.g. query, key and value.
+    If the tensor spans at least half of the storage, the range is the entire storage, because autograd probably saves
+    more views of it, e.g. query, key and value.
     """
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if 2 * span >= num_elements:
         return 0, num_elements
     first = int(tensor.storage_offset())
-    padding = first % (_ALIGNED_BYTES // tensor.itemsize)
+    padding = first % (_ALIGNMENT_BYTES // tensor.itemsize)
     return first - padding, padding + span

@@ -50,7 +50,7 @@ from lockstep.parallel.optimizer_state import NamedParameter, get_optimizer_stat
 from lockstep.parallel.optimizer_step import get_gradient, store_lr_ratios
 from lockstep.tasks.base import MicroBatches, Problem
 
-# Pushes the gradients of a step with its learning rate, and returns the weights that it pulls.
+# Pushes the learning rate and the gradients of a step, and returns the weights that it pulls.
 PushAndPull = Callable[[float, list[Tensor]], list[Tensor]]
 
 _LOSS: Final = ""  # key of the loss in the metric sums; can't collide, because no metric has an empty name
@@ -78,7 +78,7 @@ class AsynchronousEngine:
             problem, make_push_optimizer, local_world, local_numerics, Mesh(), make_layout
         )
         self._has_microbatches = True
-        self._skips = numerics.skip_nonfinite
+        self._skip_nonfinite = numerics.skip_nonfinite
         self._advice = make_nonfinite_advice(numerics.recipe)
         if world.size > 1:
             self._rpc = Rpc(world, *([self._server.exchange, self._snapshot] if self._server else []))
@@ -177,7 +177,7 @@ class AsynchronousEngine:
 
     def _check_loss(self, sums: Sums, step: Step) -> None:
         """Raise TrainingError if the loss isn't finite, before its gradient reaches the shared weights."""
-        if not self._skips and not bool(torch.isfinite(sums.total)):
+        if not self._skip_nonfinite and not bool(torch.isfinite(sums.total)):
             raise TrainingError(
                 f"loss is {float(sums.loss)} at step {step.number + 1} (epoch {step.epoch + 1}), on rank "
                 f"{self._world.rank}; {self._advice}"
@@ -229,7 +229,7 @@ class _Server:
 
     @torch.no_grad()
     def load(self, weights: Sequence[Tensor], state: State) -> None:
-        """Load `weights`, and the optimizer state from `state`."""
+        """Set the shared weights to `weights`, and load the optimizer state from `state`."""
         with self._lock:
             torch._foreach_copy_(list[Tensor](weight for _, weight in self.trained), list(weights))
             tensors = {name: get_local_tensor(tensor) for name, tensor in state.optimizer.items()}
@@ -256,7 +256,7 @@ class _PushOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_weights(self, weights: list[Tensor]) -> None:
-        """Copy `get_weights` into this rank's weights in place."""
+        """Copy `weights` into this rank's weights in place."""
         torch._foreach_copy_(self._trained, weights)
 
     def get_weights(self) -> list[Tensor]:

@@ -24,7 +24,7 @@ Findings = list[tuple[ComparedResult, dict[str, str]]]
 
 @final
 class DigestRecorder:
-    """Records the digests of the tensors that are passed to `note` (tasks/base.py)."""
+    """Records digests of tensors. Its method `record` can be a micro-batch's `record_tensor` (tasks/base.py)."""
 
     def __init__(self, digests: Digests) -> None:
         self._digests = digests
@@ -35,7 +35,7 @@ class DigestRecorder:
 
     def get_digests(self) -> dict[str, str]:
         """Return the recorded digests by tensor name. Synchronizes with the device."""
-        return {name: note.to_text() for name, note in self._tensor_digests.items()}
+        return {name: digest.to_text() for name, digest in self._tensor_digests.items()}
 
 
 def digest_tensors(digests: Digests, kind: str, tensors: NamedTensors) -> Findings:
@@ -43,17 +43,17 @@ def digest_tensors(digests: Digests, kind: str, tensors: NamedTensors) -> Findin
 
     A result without tensors is left out.
     """
-    full, row_notes = DigestRecorder(digests), DigestRecorder(digests)
+    full_recorder, row_recorder = DigestRecorder(digests), DigestRecorder(digests)
     for name, tensor in tensors.items():
-        (row_notes if isinstance(tensor, Shard) else full).record(name, get_local_tensor(tensor))
+        (row_recorder if isinstance(tensor, Shard) else full_recorder).record(name, get_local_tensor(tensor))
     shards = [
         (name, tensor.chunked, tensor.first, [*tensor.tensor.shape])
         for name, tensor in tensors.items()
         if isinstance(tensor, Shard)
     ]
     findings = [
-        (ComparedResult(kind), full.get_digests()),
-        (ComparedResult(kind, short_hash(shards)), row_notes.get_digests()),
+        (ComparedResult(kind), full_recorder.get_digests()),
+        (ComparedResult(kind, short_hash(shards)), row_recorder.get_digests()),
     ]
     return [(subject, values) for subject, values in findings if values]
 

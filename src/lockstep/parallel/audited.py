@@ -135,15 +135,15 @@ class Audit:
         The first item of `microbatches` is the micro-batch that this rank recomputes. `fetch_microbatch` returns any
         micro-batch of a step by its index. Raises CorruptionError on all ranks if the results differ between ranks.
         """
-        repeated, *own_microbatches = microbatches
+        extra_microbatch, *own_microbatches = microbatches
         findings = self.kept_state.check(step)
         self._log.open()
-        computed = yield from self._iterate_step_computations(schedule, step, repeated, own_microbatches)
+        step_findings = yield from self._iterate_step_computations(schedule, step, extra_microbatch, own_microbatches)
         self._check_links(step, self._log.close())
-        findings += computed
+        findings += step_findings
         if differing_results := self._find_differing_results(findings):
             # Repeat the computations to find the faulty ranks. Also recompute each differing micro-batch on all ranks.
-            findings += yield from self._iterate_step_computations(schedule, step, repeated, own_microbatches)
+            findings += yield from self._iterate_step_computations(schedule, step, extra_microbatch, own_microbatches)
             for index in range(schedule.num_microbatches):
                 if _make_microbatch_result(index) in differing_results:
                     findings.append((yield from self._recompute_microbatch(fetch_microbatch(step, index))))
@@ -153,18 +153,18 @@ class Audit:
     def _iterate_step_computations(
         self, schedule: AuditSchedule, step: Step, extra_microbatch: MicroBatch, own_microbatches: MicroBatches
     ) -> Generator[Computation, None, Findings]:
-        """Yield the computations of a step. Returns the digests of results that several ranks have, in time order."""
+        """Yield a step's computations, and return the digests of results that several ranks have, in time order."""
         findings = [(yield from self._recompute_microbatch(extra_microbatch))]
-        target, notes = schedule.get_audited_microbatch(self._world.rank, step), DigestRecorder(self._digests)
+        audited_index, recorder = schedule.get_audited_microbatch(self._world.rank, step), DigestRecorder(self._digests)
         computation = Computation(
             [
-                replace(microbatch, record_tensor=notes.record) if microbatch.index == target else microbatch
+                replace(microbatch, record_tensor=recorder.record) if microbatch.index == audited_index else microbatch
                 for microbatch in own_microbatches
             ]
         )
         yield computation
-        if digests := notes.get_digests():  # empty if the step is short and this rank has no micro-batch
-            findings.append((_make_microbatch_result(target), digests))
+        if digests := recorder.get_digests():  # empty if the step is short and this rank has no micro-batch
+            findings.append((_make_microbatch_result(audited_index), digests))
         if self._world.size > 1:
             assert computation.sums is not None
             # Gradient rows on this rank can be in both `gradients()` and `witnessed()`. List their findings only once.
@@ -189,9 +189,9 @@ class Audit:
     def _recompute_microbatch(
         self, microbatch: MicroBatch
     ) -> Generator[Computation, None, tuple[ComparedResult, dict[str, str]]]:
-        notes = DigestRecorder(self._digests)
-        yield Computation([replace(microbatch, record_tensor=notes.record)], is_extra=True)
-        return _make_microbatch_result(microbatch.index), notes.get_digests()
+        recorder = DigestRecorder(self._digests)
+        yield Computation([replace(microbatch, record_tensor=recorder.record)], is_extra=True)
+        return _make_microbatch_result(microbatch.index), recorder.get_digests()
 
     def _find_differing_results(self, findings: Findings) -> DigestsByResult:
         """Return the results that differ between ranks. All ranks must call this method, and get the same results."""
@@ -213,10 +213,12 @@ class Audit:
             subject: find_minority(rank_digests) or sorted({rank for rank, _ in rank_digests})
             for subject, rank_digests in differing_results.items()
         }
-        decided = [subject for subject, rank_digests in differing_results.items() if find_minority(rank_digests)]
+        decided_results = [
+            subject for subject, rank_digests in differing_results.items() if find_minority(rank_digests)
+        ]
         # Report the differing result with the fewest suspect ranks, because it is closest to the fault. For example, if
         # the rows of a weight are corrupted on one rank, then all results that its replica computes with them differ.
-        subject = min(decided or differing_results, key=lambda candidate: len(suspect_ranks[candidate]))
+        subject = min(decided_results or differing_results, key=lambda candidate: len(suspect_ranks[candidate]))
         report = {
             "host": self._world.host,
             "found": [digests for candidate, digests in findings if candidate == subject],
@@ -250,11 +252,11 @@ def _make_error(
             f"{start}: {format_ranks(sorted(results), reports)} computed different results for {label}, and no "
             f"majority shows which result is right{hint}. {USE_OTHER_HOSTS}"
         )
-    agreeing = Counter(result for _, result in rank_digests).most_common(1)[0][1]
+    num_agreeing = Counter(result for _, result in rank_digests).most_common(1)[0][1]
     persists = all(len(set(results[rank])) == 1 for rank in odd_ranks)
     repetition = f"; the fault {'occurred again' if persists else 'did not occur again'} when the step was repeated"
     return CorruptionError(
-        f"{start}: {format_ranks(odd_ranks, reports)} computed a wrong result for {label}, as {agreeing} of "
+        f"{start}: {format_ranks(odd_ranks, reports)} computed a wrong result for {label}, as {num_agreeing} of "
         f"{len(rank_digests)} results agree{repetition if len(rank_digests) > len(results) else ''}. {REMOVE_HOST}",
         odd_ranks,
     )

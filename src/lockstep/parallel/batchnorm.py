@@ -62,9 +62,11 @@ class RunningStatistics:
         self._batches_so_far = self._batches.double()
         self._counts_batches = [isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in self._layers]
         # The momentum of each statistic. If a BatchNorm layer has no momentum, it averages all batches so far, and
-        # `finish_step` sets its rate.
+        # `finish_step` sets the momentum.
         self._rates = (
-            torch.cat([*(_make_rates(layer) for layer in self._layers), *calls]) if buffers else torch.empty(0)
+            torch.cat([*(_make_momentum_vector(layer) for layer in self._layers), *calls])
+            if buffers
+            else torch.empty(0)
         )
         # Only BatchNorm averages without a momentum. InstanceNorm without a momentum never changes its statistics.
         self._averaging_layers = [
@@ -75,11 +77,11 @@ class RunningStatistics:
         self._move_buffers_to_scratch()
         self.size = len(self._scratch)
         self._count_calls = count_calls
-        self._observing = False  # whether a forward pass is in progress, and its statistics are recorded
+        self._observing = False  # whether to record the statistics of the forward pass in progress
         self._calls = [0] * len(self._layers)
         self._uncalled = [0] * len(self._layers)
         self._calls_in_scratch = self._uncalled
-        # Buffers for the second and later calls by layer, call number and device. `_written` has those in use.
+        # Buffers for second and later calls, by layer, call number and device. `_written` lists the buffers in use.
         self._extra_buffers: dict[tuple[int, int, torch.device], Tensor] = {}
         self._written: list[tuple[int, Tensor]] = []
         if count_calls:
@@ -120,9 +122,11 @@ class RunningStatistics:
         calls = self._calls if self._count_calls else [int(layer.training) for layer in self._layers]
         if calls != self._calls_in_scratch:
             self._calls_in_scratch = [*calls]
-            counted = [count * counts for count, counts in zip(calls, self._counts_batches, strict=True)]
+            counted_calls = [
+                count * counts_batches for count, counts_batches in zip(calls, self._counts_batches, strict=True)
+            ]
             for vector in (self._running, self._scratch):  # kept until the call counts change
-                vector[self._calls_offset :] = torch.tensor(counted, dtype=vector.dtype)
+                vector[self._calls_offset :] = torch.tensor(counted_calls, dtype=vector.dtype)
         return self._scratch.double().mul_(samples)
 
     def pack_with_loss(self, loss: Tensor, samples: int, *extra_vectors: Tensor) -> Tensor:
@@ -151,7 +155,7 @@ class RunningStatistics:
             for number in self._averaging_layers:
                 batches = self._batches_so_far[number].float()
                 self._rates[self._regions[number]] = torch.where(calls[number] > 0, 1.0 / batches, 0.0)
-            # If a layer wasn't called, its mean is the running statistic r: lerp_ computes r + rate * (r - r) = r.
+            # If a layer wasn't called, its mean is the running statistic r: lerp_ computes r + momentum * (r - r) = r.
             self._running.lerp_(mean.float(), self._rates)
         self.restore()
 
@@ -268,9 +272,9 @@ def _get_counter(layer: nn.modules.batchnorm._NormBase) -> Tensor:
 def _split_statistics(statistics: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the mean and the variance of a layer as views of `statistics`, the layer's region of a vector.
 
-    Use `data`, so that each view has a separate version counter. Otherwise, autograd would raise an error: it checks
-    the versions of the statistics that a layer saves for the backward pass, and compiled code increments the version of
-    each tensor that it writes.
+    The views are created with `data`, so that each has a separate version counter. Otherwise, autograd would raise an
+    error: it checks the versions of the statistics that a layer saves for the backward pass, and compiled code
+    increments the version of each tensor that it writes.
     """
     middle = _padded_width(width)
     return statistics[:width].data, statistics[middle : middle + width].data
@@ -279,7 +283,7 @@ def _split_statistics(statistics: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def _padded_width(width: int) -> int:
     """Return `width` rounded up so that the next statistic in the vector is aligned to 16 bytes.
 
-    All statistics must be aligned, because a compiled kernel that is first called with aligned addresses requires them.
+    All statistics must be aligned, because a compiled kernel whose first inputs were aligned requires aligned inputs.
     """
     return -(-width // 4) * 4
 
@@ -288,6 +292,6 @@ def _pad(buffer: Tensor) -> Tensor:
     return nn.functional.pad(buffer.flatten().float(), (0, _padded_width(buffer.numel()) - buffer.numel()))
 
 
-def _make_rates(layer: nn.modules.batchnorm._NormBase) -> Tensor:
+def _make_momentum_vector(layer: nn.modules.batchnorm._NormBase) -> Tensor:
     mean, _ = _get_buffers(layer)
     return mean.new_full((2 * _padded_width(layer.num_features),), layer.momentum or 0.0, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Finds the blocks of a model, and recomputes activations by block.
+"""Finds the blocks of a model, and recomputes activations block by block.
 
 A recomputed block only saves its inputs, and repeats its forward pass when the backward pass needs its activations
 (Chen et al. 2016, "Training deep nets with sublinear memory cost"). The second forward pass starts with the same RNG
@@ -29,13 +29,13 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     ]
     nested = {part for block in candidates for part in block.modules() if part is not block}
     outermost = [block for block in dict.fromkeys(candidates) if block not in nested]
-    owners: dict[int, set[int]] = {}
-    unit_of = {id(part): number for number, unit in enumerate(outermost) for part in unit.modules()}
+    users: dict[int, set[int]] = {}  # by parameter: the blocks that use it; -1 is the rest
+    block_of = {id(part): number for number, block in enumerate(outermost) for part in block.modules()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(unit_of.get(id(module), -1))
-    sharing = {number for units in owners.values() if len(units) > 1 for number in units}
-    return [unit for number, unit in enumerate(outermost) if number not in sharing]
+            users.setdefault(id(parameter), set()).add(block_of.get(id(module), -1))
+    sharing = {number for numbers in users.values() if len(numbers) > 1 for number in numbers}
+    return [block for number, block in enumerate(outermost) if number not in sharing]
 
 
 def _collect_blocks(module: nn.Module, is_list_item: bool) -> list[nn.Module]:

@@ -120,7 +120,7 @@ def _make_buffer_error(module_name: str, module: nn.Module, buffer_name: str) ->
         kind = kind.__bases__[1]
     return make_refusal(
         f"the forward pass changes buffer {module_name}{'.' if module_name else ''}{buffer_name} of {kind.__name__}, "
-        "so each process would change it by its own micro-batches",
+        "so each process would change it based on its own micro-batches",
         _ADVICE,
     )
 

@@ -68,7 +68,7 @@ class _ReturnedReply(NamedTuple):
 
 
 class _ComputeRequest(NamedTuple):
-    """A request to compute the results of all functions, with a minimum for the first sequence number."""
+    """A request to compute the results of all functions, with sequence numbers no lower than `sequence_number`."""
 
     joint: JointFunction
     inputs: Sequence[Any]
@@ -76,7 +76,7 @@ class _ComputeRequest(NamedTuple):
 
 
 class _ContinueRequest(NamedTuple):
-    """A request to continue with the result of the exchange, with a minimum for the next sequence number."""
+    """A request to continue with the result of the exchange, with sequence numbers no lower than `sequence_number`."""
 
     result: Any
     sequence_number: int
@@ -118,10 +118,10 @@ class CooperativeScheduler:
                 self._resume_function(number, thread, _ContinueRequest(None, 0), before_resume)
                 for number, thread in enumerate(threads)
             ]
-            while messages := _collect_waiting_replies(replies):
-                last = max(message.sequence_number for message in messages)
+            while waiting_replies := _collect_waiting_replies(replies):
+                last = max(reply.sequence_number for reply in waiting_replies)
                 computed = threads[-1].send_request(
-                    _ComputeRequest(messages[0].joint, [message.inputs for message in messages], last)
+                    _ComputeRequest(waiting_replies[0].joint, [reply.inputs for reply in waiting_replies], last)
                 )
                 assert isinstance(computed, _ComputedReply)
                 replies = [
@@ -152,7 +152,7 @@ class CooperativeScheduler:
 
 @final
 class _FunctionThread:
-    """Runs a function in a thread, controlled by requests: _Continue, _Compute, or None to stop the function."""
+    """Runs a function in a thread, controlled by requests: _ContinueRequest, _ComputeRequest, or None to stop it."""
 
     def __init__(self, function: Callable[[], Any], generators: Sequence[Generator]) -> None:
         self._function = function
@@ -217,7 +217,7 @@ def _collect_waiting_replies(replies: Sequence[_WaitingReply | _ReturnedReply]) 
 
     Raises UsageError if functions are waiting at different exchanges, or if only some of them have returned.
     """
-    messages = [reply for reply in replies if isinstance(reply, _WaitingReply)]
+    waiting_replies = [reply for reply in replies if isinstance(reply, _WaitingReply)]
     exchanges = [reply.label if isinstance(reply, _WaitingReply) else "its end" for reply in replies]
     if len(set(exchanges)) > 1:
         index = next(number for number, label in enumerate(exchanges) if label != exchanges[0])
@@ -227,7 +227,7 @@ def _collect_waiting_replies(replies: Sequence[_WaitingReply | _ReturnedReply]) 
             f"of another micro-batch has reached {exchanges[index]}; make the order of layers independent of the "
             f"samples and of random numbers"
         )
-    return messages
+    return waiting_replies
 
 
 def _next_sequence_number() -> int:
@@ -235,9 +235,9 @@ def _next_sequence_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def _advance_sequence_number(count: int) -> None:
-    """Create and discard autograd nodes until the sequence number of the next node is at least `count`."""
+def _advance_sequence_number(minimum: int) -> None:
+    """Create and discard autograd nodes until the sequence number of the next node is at least `minimum`."""
     leaf = torch.zeros((), requires_grad=True)
     with torch.enable_grad():
-        while _next_sequence_number() < count:
+        while _next_sequence_number() < minimum:
             leaf.view_as(leaf)

@@ -80,7 +80,7 @@ class DataParallelEngine:
 
     `make_units` creates the work units that micro-batches are split into. `close` calls `on_close`. If you pass several
     `devices`, this process has a replica of the model on each device (parallel/replicas.py). The weights are updated on
-    `devices[home]`, which must be the device of `world`.
+    `devices[home_index]`, which must be the device of `world`.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class DataParallelEngine:
         self._world = world
         self._model_code = UserCode(problem.name, shared=True)
         self._numerics = numerics
-        layout = torch.channels_last if numerics.channels_last else torch.preserve_format
-        self._model = problem.build_model().to(world.device, memory_format=layout)  # type: ignore[call-overload]
+        memory_format = torch.channels_last if numerics.channels_last else torch.preserve_format
+        self._model = problem.build_model().to(world.device, memory_format=memory_format)  # type: ignore[call-overload]
         numerics.prepare_model(self._model, world.device)
         self._model.train()  # not chained, because a custom train() may return None
-        # Create this before `recompute` wraps the forward methods, so that recomputations aren't counted as calls.
+        # Create this before `enable_recomputation` wraps the forward methods: recomputations don't count as calls.
         self._running = RunningStatistics(
             self._model, count_calls=not (numerics.recipe.compile or numerics.sync_batchnorm)
         )
@@ -114,10 +114,12 @@ class DataParallelEngine:
         canonical = world.make_canonical_sum(mesh, "replicate", "shard", "expert", "context", num_chunks=chunks)
         self._cooperative = CooperativeScheduler(world.get_generators())
         self._work_units = make_units(problem, self._model, chunks, world, mesh, self._cooperative)
-        self._step_sums: BatchNormSums | None = None
+        self._batchnorm_sums: BatchNormSums | None = None
         if numerics.sync_batchnorm:
-            self._step_sums = BatchNormSums(world.make_canonical_sum(mesh, "replicate", "shard", side_stream=False))
-            synchronize_batchnorm(self._model, self._cooperative, self._step_sums)
+            self._batchnorm_sums = BatchNormSums(
+                world.make_canonical_sum(mesh, "replicate", "shard", side_stream=False)
+            )
+            synchronize_batchnorm(self._model, self._cooperative, self._batchnorm_sums)
         self._stream = world.make_stream()
         self._totals = StepTotals(self._running, canonical, self._stream, world.device, is_single_rank=world.size == 1)
         strides = {name: parameter.stride() for name, parameter in self._model.named_parameters()}
@@ -145,7 +147,7 @@ class DataParallelEngine:
         self._on_close = on_close
         self._make_seed = lru_cache(16)(make_seed)  # most steps use the same seed gradients
         self._step: Step  # the step in progress
-        # Each buffer with a copy of its value and its version, to restore it after an extra micro-batch.
+        # (buffer, copy of its value, version) of each buffer, to restore the buffers after an extra micro-batch.
         self._saved_buffers: list[tuple[Tensor, Tensor, int]] = []
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
@@ -170,8 +172,8 @@ class DataParallelEngine:
         self._step = step
         self._totals.begin(microbatches, step, num_microbatches, num_counts)
         self._gradients.begin(num_microbatches, microbatches)
-        if self._step_sums is not None:
-            self._step_sums.begin(
+        if self._batchnorm_sums is not None:
+            self._batchnorm_sums.begin(
                 num_microbatches, [microbatch.index for microbatch in microbatches if not microbatch.is_dummy]
             )
 
@@ -181,7 +183,7 @@ class DataParallelEngine:
             self._replicas.switch_to(microbatch.index)
         self._running.before_forward()
         self._world.seed(random.extend_key(self._forward_key, step.number, microbatch.index))
-        reuses_context = self._step_sums is None and self._work_units.count == 1
+        reuses_context = self._batchnorm_sums is None and self._work_units.count == 1
         context = _NestedContexts(
             self._guarded(), self._forward_context if reuses_context else self._training_forward_context()
         )
@@ -203,8 +205,8 @@ class DataParallelEngine:
     def end(self) -> Sums:
         """See Phased."""
         sums = self._totals.end()
-        if self._step_sums is not None:
-            self._step_sums.check()
+        if self._batchnorm_sums is not None:
+            self._batchnorm_sums.check()
         self._gradients.finish()
         self._layout.collect()
         return sums
@@ -326,12 +328,12 @@ class DataParallelEngine:
     def load(self, state: State) -> None:
         """See Engine."""
         self.load_full_weights(state)
-        full_tensors = {name: get_local_tensor(whole) for name, whole in state.optimizer.items()}
+        full_tensors = {name: get_local_tensor(tensor) for name, tensor in state.optimizer.items()}
         optimizer, scalars = self._updates.optimizer, state.scalars["optimizer"]
         if self._owned is not None:
             self._owned.load_optimizer_state(self._slots, optimizer, full_tensors, scalars)
         else:
-            tensors = {name: self._slots.select_local_rows(name, whole) for name, whole in full_tensors.items()}
+            tensors = {name: self._slots.select_local_rows(name, tensor) for name, tensor in full_tensors.items()}
             load_optimizer_state(self._layout.trained, optimizer, tensors, scalars)
         if self._ema is not None and state.ema is not None:
             load_local_rows(state.ema, self._ema.shards(self._layout.state()))
@@ -365,7 +367,7 @@ class DataParallelEngine:
 
     def _split_into_rounds(self, microbatches: MicroBatches, num_microbatches: int) -> Sequence[MicroBatches]:
         """Split this rank's work units into rounds. The forward passes of a round run interleaved."""
-        if self._step_sums is not None:
+        if self._batchnorm_sums is not None:
             return [microbatches]
         return [self._work_units.units_for(microbatch, num_microbatches) for microbatch in microbatches]
 
@@ -419,13 +421,13 @@ class DataParallelEngine:
         """Return the roots and the seed gradients of one backward pass through several named losses."""
         roots: list[Any] = []
         seeds: list[Tensor] = []
-        for named in losses:
-            assert isinstance(named, Losses)
-            for loss, numerator, weight in named.roots:
-                if numerator or not named.outputs:
+        for microbatch_losses in losses:
+            assert isinstance(microbatch_losses, Losses)
+            for loss, numerator, weight in microbatch_losses.roots:
+                if numerator or not microbatch_losses.outputs:
                     roots.append(loss)
                     seeds.append(self._updates.scale_seed(self._make_seed(weight, loss.dtype, loss.device, numerator)))
-            for edge, zeros in named.outputs:
+            for edge, zeros in microbatch_losses.outputs:
                 roots.append(edge)
                 seeds.append(zeros)
         return roots, tuple(seeds)

@@ -75,19 +75,19 @@ class DeepSpeedEngine:
         self._model_code = UserCode(problem.name, shared=True)
         self._numerics = numerics
         model = problem.build_model().to(world.device)  # not channels_last, because DeepSpeed sends memory as is
-        if flat := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
+        if zero_dim_names := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
             raise UsageError(
-                f"strategy deepspeed: parameter {flat[0]} is 0-dim, so it cannot be sharded; use shape (1,)"
+                f"strategy deepspeed: parameter {zero_dim_names[0]} is 0-dim, so it cannot be sharded; use shape (1,)"
             )
         model.train()  # not chained, because a custom train() may return None
-        self._running = RunningStatistics(model)  # before `recompute`, so that recomputations aren't counted as calls
+        self._running = RunningStatistics(model)  # before `enable_recomputation`: don't count recomputations as calls
         if numerics.recompute_interval:
             enable_recomputation(model, numerics.recompute_interval)
         self._autocast = autocast(numerics.recipe.precision, world.device)
         # Enable autocast in the model's forward method, because DeepSpeed disables autocast around fp32 models.
-        inner = autocast(numerics.recipe.precision, world.device)
-        if isinstance(inner, torch.autocast):
-            model.forward = inner(model.forward)
+        model_autocast = autocast(numerics.recipe.precision, world.device)
+        if isinstance(model_autocast, torch.autocast):
+            model.forward = model_autocast(model.forward)
         self._model = model
         self._guarded = BufferGuard(model, self._running.buffers).watch if numerics.checks_writes else nullcontext
         self._state_tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
@@ -235,28 +235,28 @@ class DeepSpeedEngine:
     def _backward(self, loss: Tensor | Losses, is_dummy: bool, is_last: bool) -> None:
         """Run the backward pass of a micro-batch. Set `is_last` for this rank's last micro-batch in the step."""
         if isinstance(loss, Losses):
-            shares = [self._scale_loss(root.loss, root.weight, is_dummy) for root in loss.roots]
-            shared_loss = torch.stack(shares).sum()
+            scaled_losses = [self._scale_loss(root.loss, root.weight, is_dummy) for root in loss.roots]
+            scaled_loss = torch.stack(scaled_losses).sum()
         else:
-            shared_loss = self._scale_loss(loss, self._weight, is_dummy)
+            scaled_loss = self._scale_loss(loss, self._weight, is_dummy)
         self._engine.set_gradient_accumulation_boundary(is_last)
         with self._model_code, translate_deepspeed_errors():
-            self._engine.backward(shared_loss, scale_wrt_gas=False)
+            self._engine.backward(scaled_loss, scale_wrt_gas=False)
 
-    def _scale_loss(self, loss: Tensor, weight: int, dummy: bool) -> Tensor:
+    def _scale_loss(self, loss: Tensor, weight: int, is_dummy: bool) -> Tensor:
         """Return a micro-batch's loss divided by the step's `weight` and multiplied by the number of ranks."""
-        share = torch.full_like(loss, 0.0 if dummy or not weight else self._world.size / weight)
+        factor = torch.full_like(loss, 0.0 if is_dummy or not weight else self._world.size / weight)
         if self._numerics.skip_nonfinite:
             # Make the gradient NaN if the loss isn't finite, so that DeepSpeed skips the step. Otherwise, the gradient
             # could be finite.
-            share += 0.0 * loss.detach()
-        return loss * share
+            factor += 0.0 * loss.detach()
+        return loss * factor
 
     def _update_scale(self, applied: bool) -> None:
         """Update the loss scale with torch's GradScaler, which decreases it after a skipped step."""
-        witness = nn.Parameter(torch.zeros(1, device=self._world.device))
-        witness.grad = torch.full_like(witness, 0.0 if applied else torch.inf)
-        self._scaler.unscale_(torch.optim.SGD([witness]))
+        probe = nn.Parameter(torch.zeros(1, device=self._world.device))
+        probe.grad = torch.full_like(probe, 0.0 if applied else torch.inf)
+        self._scaler.unscale_(torch.optim.SGD([probe]))
         self._scaler.update(self._numerics.recipe.loss_scale.static)
 
     def _predict(self, inputs: Inputs) -> Any:
@@ -291,7 +291,7 @@ class DeepSpeedEngine:
             optimizer.checkpoint_event_epilogue()
 
     def _get_optimizer_state(self) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
-        """Return the tensors of the optimizer state, and all other values, both by `<parameter>/<slot>`."""
+        """Return the tensors of the optimizer state, and all other values, both keyed by `<parameter>/<slot>`."""
         tensors: dict[str, MaybeSharded] = {}
         slots: dict[str, Any] = {}
         for name, parameter in self._trained:
@@ -300,8 +300,8 @@ class DeepSpeedEngine:
                 if not isinstance(value, Tensor):
                     slots[f"{name}/{slot}"] = value
                 else:
-                    flat = value.shape == flat_piece.flat.shape
-                    tensors[f"{name}/{slot}"] = flat_piece.get_shard(value) if flat else value
+                    is_flat = value.shape == flat_piece.flat.shape
+                    tensors[f"{name}/{slot}"] = flat_piece.get_shard(value) if is_flat else value
         for number, group in enumerate(self._base_optimizer.param_groups):
             tensors |= {
                 f"{GROUP_PREFIX}{number}/{slot}": value for slot, value in group.items() if isinstance(value, Tensor)
@@ -328,7 +328,7 @@ class DeepSpeedEngine:
 
 
 def _copy_slot(slots: dict[str, Any], slot: str, value: Any, flat_piece: "FlatPiece") -> None:
-    """Copy the `value` of a parameter's optimizer slot into the optimizer state `slots` of its flat tensor."""
+    """Copy `value`, a parameter's optimizer state for `slot`, into `slots`, the state of its flat tensor."""
     tensor = get_local_tensor(value) if isinstance(value, Tensor) else value
     if not isinstance(tensor, Tensor) or tensor.shape != flat_piece.shape:
         # The value has a different shape, e.g. a step counter, so all parameters of the flat tensor share it.

@@ -22,7 +22,7 @@ class WeightAverage:
     def __init__(self, model_state: NamedTensors, decay: float, device: torch.device | None = None) -> None:
         """Start the average with `model_state`, this rank's model state, whose tensors must be updated in place.
 
-        The average of a tensor is stored on the device of the tensor. If `device` is set, it is computed on `device`.
+        The average of a tensor is stored on the device of the tensor. If `device` is set, updates are computed there.
         """
         self._decay = decay
         self._device = device
@@ -60,7 +60,7 @@ class WeightAverage:
             reload()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the average, by the names of the model state. The tensors are not copied."""
+        """Return the average, keyed by the names in the model state. The tensors aren't copied."""
         return {**self._average, **self._counters}
 
     def shards(self, model_state: NamedTensors) -> dict[str, MaybeSharded]:
@@ -71,7 +71,7 @@ class WeightAverage:
 def make_average(
     model_state: NamedTensors, decay: float | None, device: torch.device | None = None
 ) -> WeightAverage | None:
-    """Return a moving average of the model state `model_state`, or None if `decay` is None."""
+    """Return a moving average of `model_state`, or None if `decay` is None."""
     return None if decay is None else WeightAverage(model_state, decay, device)
 
 

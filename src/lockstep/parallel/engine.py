@@ -107,7 +107,7 @@ class Engine(StepEngine, Protocol):
 
 
 class RotatableEngine(Engine, Protocol):
-    """An engine that can repeat a step of its own, or of an engine in which the ranks have different mesh positions."""
+    """An engine that can repeat its own steps, and those of an engine whose ranks have different mesh positions."""
 
     def load_full_weights(self, state: State) -> None:
         """Load the unsharded model tensors and the loss scale of `state`."""
@@ -121,10 +121,10 @@ class Auditable(Engine, Protocol):
     """An engine in which every rank computes the full model, so any rank can recompute any micro-batch."""
 
     def repeat(self, microbatch: MicroBatch, step: Step) -> None:
-        """Compute a dummy micro-batch that isn't part of the step, and pass its results to its `note`.
+        """Compute a dummy micro-batch that isn't part of the step, and pass its results to its `record_tensor`.
 
-        This clears the gradients in `grad`. Therefore call it before `forward_backward`, or after a `forward_backward`
-        that you will repeat.
+        This clears the gradients in `grad`. Therefore call this method before `forward_backward`, or after a
+        `forward_backward` that you will repeat.
         """
 
     def keep_full_gradients(self) -> None:
@@ -182,7 +182,7 @@ class Phased(Auditable, Protocol):
 
         By default, `loss` is a sum over the micro-batch. If `mean` is set, it is a weighted mean. If the step has
         several losses, pass Losses, without `mean`. `counts` is a float64 vector to sum together with the loss. Its
-        length must be the `counts` that you passed to `begin`.
+        length must be the `num_counts` that you passed to `begin`.
         """
 
     def end(self) -> Sums:
@@ -194,7 +194,7 @@ class Phased(Auditable, Protocol):
     def backward_extra(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, *, mean: bool = False) -> None:
         """Same as `backward`, for a dummy micro-batch that isn't part of the step.
 
-        The results are only passed to its `note`.
+        The results are only passed to the `record_tensor` of the micro-batch.
         """
 
     def update(self, lr: float, max_norm: float | None, group_indices: Collection[int] | None = None) -> Update:

@@ -1,4 +1,4 @@
-"""Canonical gradient sums. Gradients are reduced in buckets, which overlaps with the last backward pass.
+"""Canonical gradient sums. Gradients are reduced bucket by bucket, overlapping with the last backward pass.
 
 A step has these phases:
 
@@ -199,15 +199,15 @@ def partition_into_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int
     A larger parameter has its own bucket. If `bucket_bytes` is None, the size is unlimited.
     """
     buckets: list[list[nn.Parameter]] = []
-    room = 0
+    remaining_bytes = 0
     for parameter in reversed(parameters):
         size = parameter.numel() * parameter.element_size()
-        fits = bucket_bytes is None or size <= room
+        fits = bucket_bytes is None or size <= remaining_bytes
         if not buckets or not fits or buckets[-1][0].dtype != parameter.dtype:
             buckets.append([])
-            room = bucket_bytes or 0
+            remaining_bytes = bucket_bytes or 0
         buckets[-1].append(parameter)
-        room -= size
+        remaining_bytes -= size
     return buckets
 
 
@@ -259,7 +259,7 @@ def add_gradients_(left: GradientList, right: GradientList) -> GradientList:
 
 
 def _compute_section_sizes(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Return the sizes of the sections of a flat vector, in elements: each parameter, followed by its padding."""
+    """Return the number of elements in each section of a flat vector: each parameter, followed by its padding."""
     return [size for parameter in parameters for size in (parameter.numel(), -parameter.numel() % _ALIGNED)]
 
 

@@ -1,7 +1,7 @@
 """Parameter groups of the optimizer: options for parameters whose names match a pattern.
 
 The options of a parameter depend on all parameter names of the model. Therefore Lockstep computes them once, before it
-splits the model. A rank with a stage or rows of the model then looks up the options of its parameters by name.
+splits the model. A rank with only a stage or some rows then looks up the options of its parameters by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,9 +29,9 @@ def compute_parameter_options(
 ) -> dict[str, dict[str, Any]]:
     """Return the options of each parameter, by name. Parameters without options are left out.
 
-    If several groups match a name, the first of them applies. `lr_factors` maps names to learning rate factors, e.g. of
-    layer-wise decay, which are multiplied by the factor of the group. Raises UsageError if a pattern matches no name,
-    or if earlier groups already match all names that a group matches.
+    If several groups match a name, the first of them applies. `lr_factors` maps names to learning rate factors, e.g.
+    from layer-wise decay, which are multiplied by the factor of the group. Raises UsageError if a pattern matches no
+    name, or if earlier groups already match all names that a group matches.
     """
     group_of: dict[str, GroupSettings] = {}
     for number, group in enumerate(groups):
@@ -45,19 +45,19 @@ def compute_parameter_options(
             )
         group_of |= newly_matched
     by_name = {name: _make_group_options(group_of.get(name), lr_factors.get(name, 1.0)) for name in names}
-    return {name: setting for name, setting in by_name.items() if setting}
+    return {name: options for name, options in by_name.items() if options}
 
 
 def find_distinct_options(by_name: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the distinct sets of options in `by_name`, in order of first use."""
     unique: list[dict[str, Any]] = []
-    for setting in by_name.values():
-        if setting not in unique:
-            unique.append(setting)
+    for options in by_name.values():
+        if options not in unique:
+            unique.append(options)
     return unique
 
 
-def _make_group_options(group: GroupSettings | None, lr_scale: float) -> dict[str, Any]:
+def _make_group_options(group: GroupSettings | None, lr_factor: float) -> dict[str, Any]:
     options = dict(group.options) if group is not None else {}
-    factor = lr_scale * (group.lr_factor if group is not None else 1.0)
+    factor = lr_factor * (group.lr_factor if group is not None else 1.0)
     return options if factor == 1.0 else {**options, SCALE: factor}

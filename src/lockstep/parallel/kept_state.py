@@ -31,17 +31,17 @@ class StateChangeDetector:
     def __init__(self, engine: Engine, world: World, interval: int | None) -> None:
         self._engine = engine
         self._world = world
-        self._every = interval
+        self._interval = interval
         self._digests = Digests()
         self._saved: Findings | None = None
 
     def begin(self) -> None:
         """Record digests of the state. Call this after the weights are initialized or a checkpoint is loaded."""
-        self._saved = None if self._every is None else self._digest_state()
+        self._saved = None if self._interval is None else self._digest_state()
 
     def record_step(self, step: Step) -> None:
         """Record digests of the state if the next step is audited. Call this after the update of `step`."""
-        due = self._every is not None and is_due(step.number + 1, self._every)
+        due = self._interval is not None and is_due(step.number + 1, self._interval)
         self._saved = self._digest_state() if due else None
 
     def update(self, lr: float, max_norm: float | None) -> Update:

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from lockstep.core.norm import compute_row_norms, compute_total_norm
 
-# Computes the norms of full tensors. The argument maps trained tensors to this rank's part of the tensor to measure.
+# Computes the norms of full tensors. The argument maps each trained tensor to this rank's part of the tensor to
+# measure, such as its gradient.
 ComputeNorms = Callable[[Mapping[Tensor, Tensor]], Tensor]
 
 
@@ -29,8 +30,8 @@ class Lars(Optimizer):
     """LARS (You, Gitman and Ginsburg 2017, "Large batch training of convolutional networks", algorithm 1).
 
     The learning rate of a tensor is lr * trust_coeff * |w| / (|g| + weight_decay * |w| + eps). By default, parameters
-    without weight decay use `lr` unscaled. Set `always_adapt` to scale it for them too. If `trust_clip` is set, no
-    tensor has a learning rate above `lr`.
+    without weight decay use `lr` unscaled. Set `always_adapt` to adapt their learning rates too. If `trust_clip` is
+    set, no tensor has a learning rate above `lr`.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class Lamb(Optimizer):
     """LAMB (You et al. 2020, "Large batch optimization for deep learning: training BERT in 76 minutes", algorithm 2).
 
     The update is Adam's direction plus weight decay, scaled by the ratio of |w| to the norm of the update. By default,
-    parameters without weight decay use `lr` unscaled. Set `always_adapt` to scale it for them too. If `trust_clip` is
-    set, the ratio is at most 1. Gradient clipping isn't part of the optimizer: set it in the recipe.
+    parameters without weight decay use `lr` unscaled. Set `always_adapt` to adapt their learning rates too. If
+    `trust_clip` is set, the ratio is at most 1. Gradient clipping isn't part of the optimizer: set it in the recipe.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Linear operations with an explicit backward function: moving, splitting, joining, copying or adding tensors.
 
-If autograd derives the backward function, the order in which it adds gradients can depend on which rank holds a tensor.
-It can also return views of a larger gradient, whereas a rank that holds only one of the tensors has a separate
-gradient. Therefore `apply_linear_map` takes both functions.
+If autograd derived the backward function, the order in which it adds gradients could depend on which rank holds a
+tensor. Autograd could also return views of a larger gradient, whereas a rank that holds only one of the tensors has a
+separate gradient. Therefore `apply_linear_map` takes both the forward and the backward function.
 """
 
 from collections.abc import Callable, Sequence

@@ -18,7 +18,7 @@ sums could overflow.
 - **Clipping and skipped steps** use a single gradient and the total loss.
 
 If a loss has weight 0 in the full step, its seed is 0, and its mean counts as 0. If all losses have weight 0, the
-update is skipped, like for a single loss of weight 0.
+update is skipped, as for a single loss of weight 0.
 
 The totals of the losses are float64. The reduction tree sums them as elements of the vector of step totals
 (parallel/step_totals.py).

@@ -38,8 +38,8 @@ def make_mesh_engine(
     """Create this rank's engine for a mesh without pipelines. All ranks must call this function.
 
     If gradients are reduced in buckets, a bucket has about `bucket_mib` MiB. For `keep_gathered` and `offload`, see
-    layouts/sharded.py. If `sequence_parallel` is set, ranks along `tensor` also split the sequences outside the layers
-    that they split.
+    layouts/sharded.py. If `sequence_parallel` is set, ranks along `tensor` also split the sequences, except in the
+    layers that they hold slices of.
     """
     bucket_bytes, chunks = int(bucket_mib * 2**20), numerics.recipe.model.sequence_chunks
     splits_sequences = sequence_parallel and mesh.tensor > 1

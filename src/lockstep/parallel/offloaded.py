@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from lockstep.device.memory import empty_host_tensor
 
-# The maximum size of a piece (the parameters that are updated together), in bytes of full weights. A rank only has its
-# shards of one piece on the device at a time, together with their gradients and optimizer state.
+# The maximum size of a piece (the parameters that are updated together), in bytes of full weights. At any time, a rank
+# has only its shards of one piece on the device, together with their gradients and optimizer state.
 _PIECE_BYTES: Final = 64 << 20
 _CPU_SLOT: Final = "step"  # torch's optimizers keep this counter on the CPU by default
 
@@ -91,9 +91,9 @@ class OffloadedOptimizer:
     @contextmanager
     def _on_device(self, piece: Sequence[Tensor]) -> Iterator[None]:
         """Move parameters, gradients and optimizer state to the device, and back to the CPU after the `with` block."""
-        hosts = [parameter.data for parameter in piece]
+        host_tensors = [parameter.data for parameter in piece]
         host_values: dict[tuple[Tensor, str], Tensor] = {}
-        for parameter, host in zip(piece, hosts, strict=True):
+        for parameter, host in zip(piece, host_tensors, strict=True):
             gradient, parameter.grad = parameter.grad, None
             _set_data(parameter, host.to(self.device))
             parameter.grad = None if gradient is None else gradient.to(self.device)
@@ -103,7 +103,7 @@ class OffloadedOptimizer:
                     host_values[parameter, slot] = value
                     state[slot] = value.to(self.device)
         yield
-        for parameter, host in zip(piece, hosts, strict=True):
+        for parameter, host in zip(piece, host_tensors, strict=True):
             updated, parameter.grad = parameter.data, None
             _set_data(parameter, host)
             if updated is not host:

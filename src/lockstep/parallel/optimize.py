@@ -1,4 +1,4 @@
-"""Creates optimizers of torch, timm or your own code by name, and sets all options that affect the bits."""
+"""Creates optimizers from torch, timm or your own code by name, and sets all options that affect the bits."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -58,25 +58,25 @@ def make_optimizer(
     options_set = {key: value for key, value in values.items() if value is not None} | dict(options or {})
     argument_names = _get_argument_names(factory)
     _check_options(name, argument_names, options_set, decay_bias_and_norm)
-    implementation: dict[str, Any] = (
+    extra_arguments: dict[str, Any] = (
         {"foreach": True} if "foreach" in (argument_names or ()) and not options_set.get("fused") else {}
     )
     if name.lower() in OWN_OPTIMIZERS:
-        implementation = {"norms": norms}
+        extra_arguments = {"norms": norms}
     groups = _make_groups(name, parameters, decay_bias_and_norm, settings or (lambda _: {}))
     # `lr_scale` isn't an option of the optimizer: Lockstep applies it.
     group_options = {key: None for group in groups for key in group if key not in ("params", SCALE)}
     group_names = argument_names
     if argument_names is not None and "fallback_lr_scale" in argument_names:
-        # timm's Muon updates groups with `use_fallback` by AdamW. This is only a group option, not an argument.
+        # timm's Muon uses AdamW for groups with `use_fallback`, which is a group option, but not an argument.
         group_names = [*argument_names, "use_fallback"]
     _check_options(f"{name}, recipe.optimizer.groups", group_names, group_options, True)
     if ":" in name:
-        optimizer = _call_factory(name, factory, groups, {"lr": lr, **implementation, **options_set})
+        optimizer = _call_factory(name, factory, groups, {"lr": lr, **extra_arguments, **options_set})
         _check_options_kept(name, groups, optimizer)
         return optimizer
     try:
-        return factory(groups, **{"lr": lr, **implementation, **options_set})
+        return factory(groups, **{"lr": lr, **extra_arguments, **options_set})
     except (TypeError, ValueError, RuntimeError) as error:
         options_text = ", ".join(f"{key}={value}" for key, value in options_set.items()) or "nothing"
         raise UsageError(f"optimizer {name}: {error} (options passed: {options_text}); change its options") from error
@@ -94,7 +94,7 @@ def unwrap_step(optimizer: Optimizer) -> Callable[[], object]:
     return MethodType(cast(Any, step).__wrapped__, optimizer)
 
 
-def _find_custom(path: str) -> Callable[..., Any]:
+def _import_custom_factory(path: str) -> Callable[..., Any]:
     """Import the custom class or function `path`.
 
     Raises UsageError if it is neither a class nor a function, or if it has no argument `lr`.
@@ -150,7 +150,7 @@ def _call_factory(
 
 def find_factory(name: str) -> OptimizerFactory:
     """Return the optimizer class or function with this name or import path. Raises UsageError if there is none."""
-    return _find_custom(name) if ":" in name else find_optimizer(name)
+    return _import_custom_factory(name) if ":" in name else find_optimizer(name)
 
 
 def find_optimizer(name: str) -> OptimizerFactory:
@@ -198,7 +198,7 @@ def _make_groups(
     name: str, parameters: Iterable[NamedParameter], decay_bias_and_norm: bool, settings: GetParameterOptions
 ) -> list[dict[str, Any]]:
     """Return one parameter group for each distinct set of options. Groups without weight decay come last."""
-    trained = [(key, parameter) for key, parameter in parameters if parameter.requires_grad]
+    trained = [(parameter_name, parameter) for parameter_name, parameter in parameters if parameter.requires_grad]
     if not trained:
         raise UsageError(
             f"optimizer {name}: the model has no parameter that requires a gradient; set requires_grad=True on the "
@@ -206,12 +206,12 @@ def _make_groups(
         )
     groups: dict[str, dict[str, Any]] = {}
     for exempt in (False, True):
-        for key, parameter in trained:
+        for parameter_name, parameter in trained:
             if exempt != (not decay_bias_and_norm and parameter.ndim <= 1):
                 continue
-            group_options = {**({"weight_decay": 0.0} if exempt else {}), **settings(key)}
+            group_options = {**({"weight_decay": 0.0} if exempt else {}), **settings(parameter_name)}
             group = groups.setdefault(f"{exempt} {sorted(group_options.items())}", {**group_options, "params": []})
-            group["params"].append((key, parameter))
+            group["params"].append((parameter_name, parameter))
     return list(groups.values())
 
 

@@ -20,7 +20,7 @@ def get_optimizer_state(
 
     `parameters` contains the tensors that the optimizer updates. A slot is an entry in the state of a parameter, such
     as `momentum_buffer`. The tensor in a slot is named `<parameter>/<slot>`. Some optimizers also keep tensors in their
-    parameter groups, which are named `group <number>/<slot>`. In the second mapping, `slots` contains the slots whose
+    parameter groups. These are named `group <number>/<slot>`. In the second mapping, `slots` contains the slots whose
     value is a number or None, and `groups` contains the same for the parameter groups. The learning rate is excluded,
     because it depends only on the number of samples seen.
     """
@@ -41,9 +41,10 @@ def get_optimizer_state(
 
 def get_group_numbers(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the numbers and None values in each parameter group, except for the learning rate."""
-    numbers = [{slot: value for slot, value in group.items() if slot != "lr"} for group in groups]
+    groups_without_lr = [{slot: value for slot, value in group.items() if slot != "lr"} for group in groups]
     return [
-        {slot: value for slot, value in group.items() if isinstance(value, int | float | None)} for group in numbers
+        {slot: value for slot, value in group.items() if isinstance(value, int | float | None)}
+        for group in groups_without_lr
     ]
 
 
@@ -56,7 +57,7 @@ def load_optimizer_state(
     """Load an optimizer state from `tensors` and `scalars`, as returned by `get_optimizer_state`."""
     state_dict = optimizer.state_dict()
     groups = [{**group, **saved} for group, saved in zip(state_dict["param_groups"], scalars["groups"], strict=True)]
-    numbers = {name: number for number, name in _get_names_by_index(parameters, optimizer).items()}
+    number_by_name = {name: number for number, name in _get_names_by_index(parameters, optimizer).items()}
     by_name = dict(parameters)
     state: dict[int, dict[str, Any]] = {}
     for name, value in {**tensors, **scalars["slots"]}.items():
@@ -64,10 +65,10 @@ def load_optimizer_state(
         if owner.startswith(GROUP_PREFIX):
             groups[int(owner.removeprefix(GROUP_PREFIX))][slot] = value
         else:
-            state.setdefault(numbers[owner], {})[slot] = _match_memory_format(value, by_name[owner])
+            state.setdefault(number_by_name[owner], {})[slot] = _match_memory_format(value, by_name[owner])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for name, parameter in parameters:
-        if (number := numbers.get(name)) in state:
+        if (number := number_by_name.get(name)) in state:
             _restore_dtypes(optimizer.state[parameter], state[number])
 
 

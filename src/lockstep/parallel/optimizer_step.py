@@ -1,4 +1,4 @@
-"""The update phase of a step: unscale and clip the gradients, step the optimizer or skip, and free the gradients."""
+"""The update phase of a step: unscale and clip the gradients, apply or skip the update, and free the gradients."""
 
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
@@ -76,8 +76,8 @@ class WeightUpdater:
         if self._scales_loss:
             unscale_(self._scaler, self.optimizer)
             self._layout.norms.sync_flags_(self._get_infinity_flags())
-            # Read the scale before the update, because reading synchronizes with the device. It then only waits for the
-            # gradient.
+            # Read the scale before the update: reading waits for all work on the device, and at this point the gradient
+            # is the last of it.
             scale = self._scaler.get_scale()
         norm = None
         if max_norm is not None or self._skip_nonfinite:
@@ -138,9 +138,9 @@ def store_lr_ratios(optimizer: Optimizer) -> None:
     A ratio of 1.0 isn't stored. If the default learning rate is 0, e.g. because a schedule sets it, the learning rates
     of the groups are ignored.
     """
-    rate = float(optimizer.defaults["lr"])
+    default_lr = float(optimizer.defaults["lr"])
     for group in optimizer.param_groups:
-        scale = group.get(SCALE, 1.0) * (float(group["lr"]) / rate if rate else 1.0)
+        scale = group.get(SCALE, 1.0) * (float(group["lr"]) / default_lr if default_lr else 1.0)
         if scale != 1.0:
             group[SCALE] = scale
 

@@ -70,7 +70,7 @@ def needs_full_tensors(make_optimizer: MakeTrialOptimizer, dtype: torch.dtype | 
     The trial splits the rows of several tensors unevenly. If `dtype` is set, the weights have this dtype. Lockstep's
     own optimizers can update rows, because they receive the norms of full tensors. For fused optimizers, this returns
     True without a trial: they compute different bits at the ends of tensors, but only for some values, so a trial could
-    miss the difference. Raises the errors of check_optimizer.
+    miss the difference. Raises the same errors as check_optimizer.
     """
     optimizer = _make_small_optimizer(make_optimizer)
     if type(optimizer) in OWN_OPTIMIZERS.values():
@@ -116,8 +116,8 @@ def check_row_updates(
 def check_flattened_updates(make_optimizer: MakeTrialOptimizer, strategy: str) -> None:
     """Raise UsageError if an optimizer updates flattened pieces of a tensor differently than the full tensor.
 
-    This is the case if its update depends on the shape or the norm of a parameter. Also raises the errors of
-    check_optimizer.
+    This is the case if its update depends on the shape or the norm of a parameter. Also raises the same
+    errors as check_optimizer.
     """
     optimizer = _make_small_optimizer(make_optimizer)
     if _is_fused(optimizer) or not all(_matches_flattened(make_optimizer, shape) for shape in _SHAPES):
@@ -137,7 +137,7 @@ def check_stored_dtype(make_optimizer: MakeTrialOptimizer, dtype: torch.dtype) -
     """
     optimizer = make_optimizer([("parameter", _make_small_parameter(2))])
     wide, narrow = (_measure_largest_steps(make_optimizer, each) for each in (torch.float32, dtype))
-    for size, largest in zip(_GRADIENT_MAGNITUDES, narrow.tolist(), strict=True):
+    for magnitude, largest in zip(_GRADIENT_MAGNITUDES, narrow.tolist(), strict=True):
         if math.isfinite(largest) and largest <= 2 * float(wide.max()):
             continue
         name = str(dtype).removeprefix("torch.")
@@ -148,8 +148,8 @@ def check_stored_dtype(make_optimizer: MakeTrialOptimizer, dtype: torch.dtype) -
         eps_advice = "" if eps is None else f"an eps of 0.01 or more in its options (it is {eps}), "
         raise UsageError(
             f"optimizer {type(optimizer).__name__}: with weights and state in {name}, the step for a gradient of "
-            f"{size:.1g} is {step_text}; use {eps_advice}sgd, or recipe.precision fp16-compute, which keeps weights "
-            f"and state in float32"
+            f"{magnitude:.1g} is {step_text}; use {eps_advice}sgd, or recipe.precision fp16-compute, which keeps "
+            f"weights and state in float32"
         )
 
 
@@ -235,7 +235,7 @@ def _run_steps(
     in later steps. If `resumed` is set, a second optimizer loads the state of the first and takes the last step.
     """
     generator = torch.Generator().manual_seed(0)
-    start, gradients = (torch.randn(*count, *shape, generator=generator).to(dtype) for count in ((), (_STEPS,)))
+    start, gradients = (torch.randn(*dims, *shape, generator=generator).to(dtype) for dims in ((), (_STEPS,)))
     if flat and len(shape) > 1:  # keep two dims, because a recipe can set a different decay for 1-dim tensors
         start, gradients = start.reshape(-1, 1), gradients.reshape(len(gradients), -1, 1)
     lengths = [len(start)] if heights is None else list(heights)
@@ -260,11 +260,12 @@ def _run_steps(
 def _matches_separately(make_optimizer: MakeTrialOptimizer, dtype: torch.dtype | None) -> bool:
     """Return whether updating two matrices together computes the same values as updating each of them separately."""
     together = _run_steps_on_pair(make_optimizer, (True, True), dtype)
-    first, second, idle = (
-        _run_steps_on_pair(make_optimizer, has, dtype) for has in ((True, False), (False, True), (False, False))
+    only_first, only_second, neither = (
+        _run_steps_on_pair(make_optimizer, with_gradient, dtype)
+        for with_gradient in ((True, False), (False, True), (False, False))
     )
-    matches = torch.equal(together[0], first[0]) and torch.equal(together[1], second[1])
-    return matches and together[2] == first[2] == second[2] == idle[2]
+    matches = torch.equal(together[0], only_first[0]) and torch.equal(together[1], only_second[1])
+    return matches and together[2] == only_first[2] == only_second[2] == neither[2]
 
 
 def _run_steps_on_pair(

@@ -47,7 +47,7 @@ def make_low_rank_layout(world: World, mesh: Mesh, bucket_bytes: int, num_column
     """Return a function that creates a replicated layout whose gradients are compressed to rank `num_columns`."""
 
     def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        weights = ReplicatedLayout(model, dtype)  # before Gradients, because this can change the dtype of parameters
+        weights = ReplicatedLayout(model, dtype)  # before the gradient sum, because it can change parameter dtypes
         trained, canonical = get_trainable_parameters(model), world.make_canonical_sum(mesh, "replicate")
         power = PowerSgd(trained, canonical, mesh.get_data_rank(world.rank), num_columns, seed)
         gradients = BucketedGradientSum(
@@ -60,8 +60,8 @@ def make_low_rank_layout(world: World, mesh: Mesh, bucket_bytes: int, num_column
 
 def count_elements_sent(shape: Sequence[int], num_columns: int) -> int:
     """Return the number of elements that a rank sends for a gradient of this shape, as two factors or in full."""
-    whole = Size(shape).numel()
-    return min((shape[0] + Size(shape[1:]).numel()) * num_columns, whole) if len(shape) > 1 else whole
+    num_elements = Size(shape).numel()
+    return min((shape[0] + Size(shape[1:]).numel()) * num_columns, num_elements) if len(shape) > 1 else num_elements
 
 
 def is_compressible(shape: Sequence[int], num_columns: int) -> bool:
@@ -100,7 +100,7 @@ class PowerSgd:
         self._rank = rank
         self._columns = num_columns
         self._key = random.make_key(random.LOW_RANK, seed)
-        # By parameter index: the compression errors, the factors Q, and the new errors and factors before the update.
+        # By parameter index: the errors, the factors Q, and new (error, factor) pairs until `finish_step` stores them.
         self._errors: dict[int, Tensor] = {}
         self._factors: dict[int, Tensor] = {}
         self._pending: dict[int, tuple[Tensor, Tensor]] = {}
@@ -156,7 +156,7 @@ class PowerSgd:
         self._pending = {}
 
     def get_feedback(self) -> dict[str, MaybeSharded]:
-        """Return the compression errors, as shards of the errors of all ranks stacked along dim 0, and the factors."""
+        """Return this rank's errors, as shards of tensors that stack the errors of all ranks, and the factors."""
         state: dict[str, MaybeSharded] = {}
         for number, error in self._errors.items():
             name, shape = self._trained[number][0], Size((self._rank.num_replicas, *error.shape))

@@ -54,7 +54,7 @@ _DATA: Final[Any] = TensorBase.data
 class Replicas:
     """Copies of the tensors of `model` and `running_statistics` on n `devices`. Micro-batch k uses device k mod n.
 
-    Initially, the tensors are on `devices[home]`, which must be the device of `world`. As a context manager, this
+    Initially, the tensors are on `devices[home_index]`, which must be the device of `world`. As a context manager, this
     switches back to the home device if the `with` block raises an exception.
     """
 

@@ -26,7 +26,7 @@ from lockstep.parallel.layouts.base import gather_full_tensors
 from lockstep.parallel.numerics import Numerics
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
-_MAX_REPEATS: Final = 3  # maximum number of repetitions of a step with differing results, each with rotated ranks
+_MAX_REPEATS: Final = 3  # maximum number of times that a differing step is repeated, each at a different rotation
 
 
 class StepRecord(NamedTuple):
@@ -69,9 +69,9 @@ class RotatedAudit:
             self._kept_state.evaluation,
             self._kept_state.load,
         )
-        self._place_count = len(self.schedule.mesh.get_groups("shard"))
-        # Engines by the number of positions that their ranks are rotated by. Start the first rotated engine now, so
-        # that the run fails early if two engines don't fit into memory.
+        self._num_rotations = len(self.schedule.mesh.get_groups("shard"))
+        # Engines, keyed by how many positions their ranks are rotated. Start the first rotated engine now, so that the
+        # run fails early if two engines don't fit into memory.
         self._rotated = {0: (own_world, engine)}
         self._get_rotated_engine(1)
 
@@ -84,7 +84,7 @@ class RotatedAudit:
         rotated = self._repeat_step(1, step)
         unrotated, sums = self._record_step(*self._rotated[0], microbatches, step, observe)
         if self._digests_differ(rotated, unrotated):
-            repeats = [self._repeat_step(distance, step) for distance in range(min(_MAX_REPEATS, self._place_count))]
+            repeats = [self._repeat_step(distance, step) for distance in range(min(_MAX_REPEATS, self._num_rotations))]
             raise self._make_error(step, [rotated, unrotated, *repeats])
         self.audited += 1
         return sums
@@ -95,7 +95,7 @@ class RotatedAudit:
             engine.close()
 
     def _get_rotated_engine(self, distance: int) -> tuple[World, RotatableEngine]:
-        distance %= self._place_count
+        distance %= self._num_rotations
         if distance not in self._rotated:
             world = self.world.rotate_shard_groups(self.schedule.mesh, distance, self._log)
             # Only the main engine averages weights.
@@ -127,35 +127,35 @@ class RotatedAudit:
 
     def _digests_differ(self, *records: StepRecord) -> bool:
         """Return whether records of the same position have different digests. All ranks must call this method."""
-        digests_by_place: dict[int, set[str]] = {}
-        for records_by_rank in self.world.all_gather_json(
-            [(run.position, short_hash(run.messages)) for run in records]
+        digests_by_position: dict[int, set[str]] = {}
+        for rank_records in self.world.all_gather_json(
+            [(record.position, short_hash(record.messages)) for record in records]
         ):
-            for place, messages in records_by_rank:
-                digests_by_place.setdefault(place, set()).add(messages)
-        return any(len(digests) > 1 for digests in digests_by_place.values())
+            for position, digest in rank_records:
+                digests_by_position.setdefault(position, set()).add(digest)
+        return any(len(digests) > 1 for digests in digests_by_position.values())
 
     def _make_error(self, step: Step, records: Sequence[StepRecord]) -> CorruptionError:
         """Return the error that names the faulty rank. All ranks must call this method, and get the same error."""
         reports = self.world.all_gather_json({"host": self.world.host, "played": records})
         # The records of each rank, in time order.
-        runs = [[StepRecord(*fields) for fields in report["played"]] for report in reports]
+        records_by_rank = [[StepRecord(*fields) for fields in report["played"]] for report in reports]
         start = f"audit at step {step.number + 1}"
-        for concurrent_runs in zip(*runs, strict=True):
-            places = {run.position: run for run in concurrent_runs}
-            logs = [places[place].messages for place in range(len(reports))]
+        for concurrent_records in zip(*records_by_rank, strict=True):
+            record_at = {record.position: record for record in concurrent_records}
+            logs = [record_at[position].messages for position in range(len(reports))]
             if link := find_changed_link(
                 *([group_by_peer(messages, direction) for messages in logs] for direction in (SENT, RECEIVED))
             ):
-                sender, receiver = (places[place].rank for place in link)
+                sender, receiver = (record_at[position].rank for position in link)
                 return make_link_error(step, sender, receiver, reports)
-        conflicts = [*_find_conflicts([run for rank_runs in runs for run in rank_runs])]
+        conflicts = [*_find_conflicts([record for rank_records in records_by_rank for record in rank_records])]
         odd_ranks = sorted(set.intersection(*[{first, second} for first, second, *_ in conflicts])) if conflicts else []
         if len(odd_ranks) != 1:
             suspects = sorted({rank for first, second, *_ in conflicts for rank in (first, second)}) or [
                 *range(len(reports))
             ]
-            hint = "" if self._place_count > 2 else " (this requires at least three replicas)"
+            hint = "" if self._num_rotations > 2 else " (this requires at least three replicas)"
             return CorruptionError(
                 f"{start}: {format_ranks(suspects, reports)} computed different results from the same inputs, and no "
                 f"majority shows which result is right{hint}. {USE_OTHER_HOSTS}"
@@ -182,7 +182,7 @@ def _find_conflicts(records: Iterable[StepRecord]) -> Iterator[tuple[int, int, s
         if first.position == second.position:
             differing = {name for name in first.messages if first.messages[name] != second.messages.get(name)}
             first_name, second_name = (
-                next(filter(differing.__contains__, run.messages), "") for run in (first, second)
+                next(filter(differing.__contains__, record.messages), "") for record in (first, second)
             )
             if first_name and first_name == second_name and RECEIVED not in first_name:
                 yield (

@@ -45,7 +45,7 @@ class BatchNormSums:
     def __init__(self, canonical_sum: CanonicalSum) -> None:
         self._all = canonical_sum
         self._holders = canonical_sum
-        self._local: Sequence[int] = (0,)
+        self._local_indices: Sequence[int] = (0,)
         self._leaves = 1
         self._has_mismatch = torch.zeros((), dtype=torch.bool)
 
@@ -55,7 +55,7 @@ class BatchNormSums:
         `local_indices` contains the indices of those on this rank. If `local_indices` is empty, this rank only computes
         a dummy micro-batch.
         """
-        self._leaves, self._local = num_microbatches, local_indices
+        self._leaves, self._local_indices = num_microbatches, local_indices
         self._holders = self._all.restrict_to_holders(num_microbatches) if local_indices else self._all
         self._has_mismatch = torch.zeros((), dtype=torch.bool)
 
@@ -66,10 +66,10 @@ class BatchNormSums:
         dummy micro-batch, this returns the vector of the dummy. `layer_number` is the number of the layer, which must
         be the same for all micro-batches.
         """
-        if not self._local:
+        if not self._local_indices:
             return vectors[0]
         counter: BinaryCounter[Tensor] = BinaryCounter(add_)
-        for leaf, part in zip(self._local, vectors, strict=True):
+        for leaf, part in zip(self._local_indices, vectors, strict=True):
             counter.push(leaf, torch.cat([part, part.new_full((1,), layer_number)]))
         total = self._holders(counter.pop_pieces(), self._leaves, vectors[0].new_empty(len(vectors[0]) + 1))
         self._has_mismatch = (total[-1] != layer_number * self._leaves).logical_or_(self._has_mismatch.to(total.device))
@@ -113,8 +113,8 @@ def _forward_layer(
     """Call the original forward method of a layer, with `normalize` in place of F.batch_norm."""
     if not layer.training:
         return forward(inputs)
-    # In training mode, torch's SyncBatchNorm would communicate itself, and raise an error on the CPU. Therefore call
-    # its forward method in eval mode.
+    # In training mode, torch's SyncBatchNorm would communicate on its own, and raise an error on the CPU. Therefore
+    # call its forward method in eval mode.
     layer.training = not isinstance(layer, nn.SyncBatchNorm)
     replacement = _BatchNormMode(normalize)
     try:
@@ -160,7 +160,7 @@ def _normalize(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Normalize over a full step. Replaces torch.nn.functional.batch_norm, which has the arguments from `input` on."""
+    """Normalize over a full step. Replaces torch.nn.functional.batch_norm, whose arguments start with `input`."""
     dtype = torch.promote_types(input.dtype, torch.float32)
     ones = torch.ones(input.shape[1], dtype=dtype, device=input.device)
     scale = ones if weight is None else weight.to(dtype)
@@ -182,7 +182,7 @@ def _normalize(
 
 @final
 class _Normalize(torch.autograd.Function):
-    """Normalizes the inputs of all `count` micro-batches of a rank with the statistics of the full step.
+    """Normalizes the inputs of all `num_inputs` micro-batches of a rank with the statistics of the full step.
 
     `tensors` contains the input of each micro-batch, then the weight for each, then the bias for each. Returns the
     output of each micro-batch, then the mean and the unbiased variance of the full step.
@@ -232,7 +232,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _compute_moments(inputs: Tensor, like: Tensor) -> Tensor:
-    """Return a float64 vector: the number of values per channel, the sum of each channel, its sum of squares."""
+    """Return a float64 vector: the number of values per channel, then the sum and the sum of squares of each."""
     # With fp32 running statistics, torch computes the statistics of 16-bit inputs in fp32.
     mean, variance = _aten.batch_norm_update_stats(inputs, torch.zeros_like(like), torch.ones_like(like), 0.0)
     count, mean = inputs.numel() // inputs.shape[1], mean.double()

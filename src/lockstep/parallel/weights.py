@@ -114,7 +114,7 @@ def widen_batchnorm(model: nn.Module) -> None:
     """Make BatchNorm layers accept 16-bit parameters. Their statistics stay in fp32.
 
     torch's kernels require the same dtype for parameters and statistics, regardless of the dtype of the inputs. Call
-    this function before any other that wraps the layers, so that their wrappers call the replaced forward methods.
+    this function before any other that wraps the layers, so that those wrappers call the replaced forward methods.
     """
     for layer in model.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
@@ -127,7 +127,7 @@ def _separate_master_weight(parameter: nn.Parameter, dtype: torch.dtype) -> nn.P
     parameter.data = weight.data.to(dtype)
     if parameter.requires_grad:
         # Allow any dtype: `grad` first contains a gradient in the dtype of the copy, and then the sum in fp32
-        # (gradients.py). Don't set this to fp32: autograd would convert the gradient of each use of the parameter
+        # (gradients.py). Don't set this to fp32: autograd would convert the gradients of all uses of the parameter
         # before adding them. With fully_shard, autograd adds first, so the bits would differ.
         parameter.grad_dtype = None
     return weight

@@ -39,7 +39,7 @@ class WorkUnits(Protocol):
     def loss(self, unit: MicroBatch, compute: Callable[[], T]) -> T | None:
         """Compute and return the loss of a unit by calling `compute`.
 
-        If a different rank owns the unit, this only participates in its collectives, and returns None.
+        If a different rank owns the unit, this method only participates in the unit's collectives, and returns None.
         """
 
     def evaluation_inputs(self, inputs: Inputs) -> Inputs:
