@@ -157,7 +157,7 @@ class RowLayout:
         return empty_host_tensor(rows).copy_(rows) if self._offload else rows.clone()
 
     def _make_exchanges(self) -> "list[_RowExchange]":
-        """Group the parameters into exchanges: one sends large rows without a copy, and one per dtype packs the others."""
+        """Group the parameters. One exchange sends large rows without a copy, and one per dtype packs all others."""
         tensors_by_dtype: dict[torch.dtype | None, list[Tensor]] = {}
         for parameter in (parameter.detach() for _, parameter in self._parameters if parameter.ndim):
             # Permute all dims except the first to memory order. Contiguous rows can then be sent without a copy.
