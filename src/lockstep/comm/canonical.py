@@ -179,8 +179,8 @@ class HalfPrecisionSum:
 
     Each rank first adds its pieces in their own dtype, and then sends a single vector. With a 16-bit dtype, ranks send
     half as much data as in fp32. The bits differ from those of a single process, but all runs on the same number of
-    ranks have the same bits. With the similar hooks of torch (torch.distributed.algorithms.ddp_comm_hooks), the backend
-    chooses the order of the additions.
+    ranks have the same bits. torch's similar hooks (torch.distributed.algorithms.ddp_comm_hooks) leave the order of the
+    additions to the backend.
     """
 
     def __init__(self, canonical_sum: CanonicalSum, dtype: torch.dtype) -> None:
@@ -199,21 +199,21 @@ def all_to_all_parts(
 ) -> list[Tensor]:
     """Exchange the vectors of a round (core/mesh.py): a reduce-scatter without the reduction.
 
-    `vector` is the concatenation of one part for each of the `num_members` members, all of the same length. Returns the
-    parts for this `member_index` in the vectors of members 0 to `num_senders` - 1, as new tensors. The vectors of
+    `vector` is the concatenation of one part for each of the `num_members` members, all of the same length. Returns, as
+    new tensors, the parts for member `member_index` in the vectors of members 0 to `num_senders` - 1. The vectors of
     members with a higher index aren't used. All members must call this function in the same order with vectors of the
     same length.
     """
     parts = vector.view(num_members, -1)
     peers = [peer for peer in range(num_members) if peer != member_index]
-    arrived = {peer: torch.empty_like(parts[0]) for peer in peers if peer < num_senders}
-    received = [(part, peer) for peer, part in arrived.items()]
+    parts_by_sender = {peer: torch.empty_like(parts[0]) for peer in peers if peer < num_senders}
+    received = [(part, peer) for peer, part in parts_by_sender.items()]
     sent: list[AddressedTensor] = []
     if member_index < num_senders:
-        arrived[member_index] = parts[member_index].clone()
+        parts_by_sender[member_index] = parts[member_index].clone()
         sent = [(parts[peer], peer) for peer in peers]
     transfer_tensors(carrier, sent, received)
-    return [arrived[peer] for peer in range(num_senders)]
+    return [parts_by_sender[peer] for peer in range(num_senders)]
 
 
 class _Share(NamedTuple):

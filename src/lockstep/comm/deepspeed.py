@@ -15,8 +15,9 @@ from typing import Any, Final, Literal
 from lockstep.comm.peer_errors import find_peer_error, translate_peer_errors
 from lockstep.comm.world import World, open_single_rank_group
 
-_LOGGER: Final = "DeepSpeed"
-_SHARED_MEMORY: Final = "deepspeed_shm_comm"  # a DeepSpeed operation for inference, which it would compile on startup
+_LOGGER_NAME: Final = "DeepSpeed"
+# An operation for inference, which DeepSpeed would compile on startup.
+_SHARED_MEMORY_OPERATION: Final = "deepspeed_shm_comm"
 
 
 def import_deepspeed(device: Literal["cpu", "cuda"]) -> Any:
@@ -25,8 +26,8 @@ def import_deepspeed(device: Literal["cpu", "cuda"]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DeepSpeed's code uses distutils and deprecated torch names
         module: Any = import_module("deepspeed")
-    module.ops.__compatible_ops__[_SHARED_MEMORY] = False
-    logging.getLogger(_LOGGER).setLevel(logging.ERROR)  # DeepSpeed warns about settings that Lockstep makes
+    module.ops.__compatible_ops__[_SHARED_MEMORY_OPERATION] = False
+    logging.getLogger(_LOGGER_NAME).setLevel(logging.ERROR)  # DeepSpeed warns about settings that Lockstep chooses
     return module
 
 

@@ -74,6 +74,8 @@ class Edges:
         assert isinstance(group, dist.ProcessGroup)
         carrier = self._groups.make_group_carrier(group, ranks, "between stages")
         peer = target if self._rank == source else source
-        first = [(torch.zeros(1, device=self._device), int(peer > self._rank))]
-        transfer_tensors(carrier, first if self._rank == source else [], first if self._rank == target else [])
+        first_message = [(torch.zeros(1, device=self._device), int(peer > self._rank))]
+        transfer_tensors(
+            carrier, first_message if self._rank == source else [], first_message if self._rank == target else []
+        )
         return carrier

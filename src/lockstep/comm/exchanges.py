@@ -37,12 +37,12 @@ def intercept_collectives(on_collective: Callable[[str], None]) -> Iterator[None
 def _patch_lookup(module: ModuleType, name: str, on_collective: Callable[[str], None]) -> Iterator[None]:
     original = getattr(module, name)
 
-    def intercepted(*group: Any) -> Any:
+    def look_up_group(*group: Any) -> Any:
         if label := _get_collective_name(sys._getframe(1)):
             on_collective(label)
         return original(*group)
 
-    setattr(module, name, intercepted)
+    setattr(module, name, look_up_group)
     try:
         yield
     finally:

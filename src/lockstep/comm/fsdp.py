@@ -1,6 +1,7 @@
 """The interface to torch's fully_shard (FSDP2).
 
-Replaces its reduce-scatter, so that Lockstep gets the unreduced gradients of each rank and sums them in its own order.
+Replaces fully_shard's reduce-scatter, so that Lockstep gets the unreduced gradients of each rank and sums them in its
+own order.
 """
 
 from collections.abc import Callable, Sequence
@@ -89,12 +90,12 @@ class ShardedModel:
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         # Don't cast the inputs of units, because a single process has no units.
         precision = _make_mp_policy(gather_dtype)
-        is_older, wide = (
+        is_older, unconverted = (
             older_fsdp.needs_backports(),
             frozenset() if gather_dtype is None else gather_dtype.unconverted_parameters,
         )
         for number, unit in enumerate((*units, model)):
-            locations = older_fsdp.find_parameters(unit, wide) if is_older else ()
+            locations = older_fsdp.find_parameters(unit, unconverted) if is_older else ()
             fully_shard(
                 unit, mesh=mesh, reshard_after_forward=not keep_gathered, offload_policy=policy, mp_policy=precision
             )
@@ -419,9 +420,9 @@ def _all_gather_unit_indices(mesh: DeviceMesh, called_units: Sequence[int]) -> l
 
 
 def _make_shard(tensor: DTensor, mesh: DeviceMesh, primary: bool) -> Shard:
-    height = compute_rows_per_member(tensor.shape, mesh.size())
+    rows_per_member = compute_rows_per_member(tensor.shape, mesh.size())
     rows = tensor._local_tensor.detach()
-    return Shard(rows, min(mesh.get_local_rank() * height, tensor.shape[0]), tensor.shape, primary)
+    return Shard(rows, min(mesh.get_local_rank() * rows_per_member, tensor.shape[0]), tensor.shape, primary)
 
 
 def compute_rows_per_member(shape: torch.Size, num_members: int) -> int:

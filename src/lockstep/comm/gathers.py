@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final, final
 
 _NO_UNIT: Final = -1
-# The cause in the error for a unit that is called outside the forward pass of the placed model.
+# The reason in the error message if a unit is called outside the forward pass of the placed model.
 CALLED_DIRECTLY: Final = (
     "is called on its own, but its weights are sharded by rows, and only the placed model gathers them"
 )

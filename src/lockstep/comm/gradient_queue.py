@@ -35,7 +35,7 @@ class GradientQueue:
     _remaining_units: deque[int] = field(default_factory=deque, init=False)
     _queued: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
     _added_units: set[int] = field(default_factory=set, init=False)  # units added in this backward pass
-    _late_gradients: list[Tensor] = field(default_factory=list, init=False)  # kept alive: submitted late
+    _late_gradients: list[Tensor] = field(default_factory=list, init=False)  # submitted late, so kept alive here
     _advancing: bool = field(default=False, init=False)
 
     def begin(self) -> None:

@@ -62,7 +62,7 @@ class Horovod:
             self._horovod.broadcast_parameters(dict(tensors), root_rank=0)
 
     def make_sum(self, compression: Compression) -> VectorSum:
-        """Return a replacement of CanonicalSum (comm/canonical.py) that sums with Horovod's all-reduce."""
+        """Return a replacement for CanonicalSum (comm/canonical.py) that sums with Horovod's all-reduce."""
         compressor = getattr(self._horovod.Compression, compression)
 
         def sum_over_ranks(pieces: Mapping[LeafBlock, Tensor], num_leaves: int, like: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 
-_MAX_SEPARATE_PAIRS: Final = 66  # with more pairs than those of 12 ranks, measure several pairs at a time
+_MAX_SEPARATE_PAIRS: Final = 66  # the pairs among 12 ranks; measure more pairs several at a time
 MAX_ROUNDS: Final = 100
 _PINGS: Final = 20
 _FIRST_BYTES: Final = 16 << 10
@@ -46,14 +46,14 @@ def schedule_rounds(hosts: Sequence[str]) -> list[list[RankPair]]:
         return [[(source, target)] for source in range(size) for target in range(source + 1, size)]
     ranks_by_host = {host: [rank for rank in range(size) if hosts[rank] == host] for host in dict.fromkeys(hosts)}
     leaders = [ranks[0] for ranks in ranks_by_host.values()]
-    rounds_between = [
+    rounds_between_hosts = [
         [(leaders[first], leaders[second]) for first, second in pairs] for pairs in schedule_tournament(len(leaders))
     ]
-    rounds_within = [
+    rounds_within_hosts = [
         [(first, second) for ranks in ranks_by_host.values() for first, second in list(pairwise(ranks))[offset::2]]
         for offset in (0, 1)
     ]
-    return [*(pairs for pairs in rounds_within if pairs), *rounds_between[:MAX_ROUNDS]]
+    return [*(pairs for pairs in rounds_within_hosts if pairs), *rounds_between_hosts[:MAX_ROUNDS]]
 
 
 def schedule_tournament(num_players: int) -> list[list[RankPair]]:
@@ -97,7 +97,7 @@ def _measure_link(world: World, target_rank: int, buffer: Tensor) -> Link:
     header = torch.zeros(1, dtype=torch.int64, device=buffer.device)
 
     def measure_round_trip(num_bytes: int) -> float:
-        """Send `num_bytes` and, if it is positive, `num_bytes` bytes. Return the seconds until the target's reply."""
+        """Send `num_bytes` and, if it is positive, that many bytes. Return the seconds until the target's reply."""
         start = time.perf_counter()
         dist.send(header.fill_(num_bytes), target_rank)
         if num_bytes > 0:

@@ -20,7 +20,7 @@ def needs_backports() -> bool:
 
 
 def find_parameters(unit: nn.Module, parameters: Collection[nn.Parameter]) -> set[tuple[nn.Module, str]]:
-    """Return the module and the name of each of the `parameters` that is in a unit.
+    """Return the module and the name of each parameter of `unit` that is in `parameters`.
 
     Call this function before fully_shard replaces the parameters.
     """

@@ -84,7 +84,7 @@ class PointToPoint:
         self._device = world.device
         self._number = world.to_torch_rank
         self._edges = world.connect(neighbors)
-        self._messages: list[tuple[dist.Work, Tensor]] = []
+        self._host_sends: list[tuple[dist.Work, Tensor]] = []
         self._sent: deque[Transfer] = deque()
         self._stored_messages: dict[tuple[int, int], deque[Values]] = {}  # by rank and channel
 
@@ -111,24 +111,24 @@ class PointToPoint:
         """
         with translate_peer_errors():
             while not self._stored_messages.get((peer, channel)):
-                arrived_line, values = self._receive_next_message(peer)
-                self._stored_messages.setdefault((peer, arrived_line), deque()).append(values)
+                arrived_channel, values = self._receive_next_message(peer)
+                self._stored_messages.setdefault((peer, arrived_channel), deque()).append(values)
         return self._stored_messages[peer, channel].popleft()
 
     def finish(self) -> None:
         """Wait until all sent tensors can be modified."""
         with translate_peer_errors():
-            for work, _ in self._messages:
+            for work, _ in self._host_sends:
                 work.wait()
             for transfer in self._sent:
                 transfer.wait()
-        self._messages.clear()
+        self._host_sends.clear()
         self._sent.clear()
 
     def _send_host_tensor(self, tensor: Tensor, peer: int) -> None:
         work = dist.isend(tensor, self._number(peer), tag=_TAG)
         assert work is not None
-        self._messages.append((work, tensor))
+        self._host_sends.append((work, tensor))
 
     def _start_send(self, tensor: Tensor, peer: int) -> None:
         if tensor.device.type == self._device.type:
@@ -141,8 +141,8 @@ class PointToPoint:
         """Receive the next message from `peer` on any channel. Returns its channel and its values."""
         numbers = torch.empty(_HEADER_LENGTH, dtype=torch.int64)
         dist.recv(numbers, self._number(peer), tag=_TAG)
-        line, *description = numbers.tolist()
-        return line, [
+        channel, *description = numbers.tolist()
+        return channel, [
             self._receive_value(spec, peer) if isinstance(spec, _TensorSpec) else spec
             for spec in _parse_specs(description)
         ]
@@ -153,9 +153,9 @@ class PointToPoint:
         if len(flat):
             self._receive_into(flat.view(torch.uint8), peer)
         if spec.storage_length > spec.num_elements:  # the memory layout has gaps, which aren't sent
-            gaps = flat.new_empty(spec.storage_length)
-            gaps.as_strided(spec.shape, spec.strides).copy_(flat.view(spec.shape))
-            flat = gaps
+            with_gaps = flat.new_empty(spec.storage_length)
+            with_gaps.as_strided(spec.shape, spec.strides).copy_(flat.view(spec.shape))
+            flat = with_gaps
         return flat.as_strided(spec.shape, spec.strides).requires_grad_(spec.requires_grad)
 
     def _receive_into(self, buffer: Tensor, peer: int) -> None:
@@ -249,21 +249,21 @@ def _encode_spec(value: Value) -> list[int]:
         return [_NONE_CODE]
     if isinstance(value, int):
         return [_INT_CODE, value]
-    kind = [_DTYPES.index(value.dtype), int(value.requires_grad), int(value.device.type == "cpu"), value.ndim]
-    return [*kind, *value.shape, *value.stride()]
+    description = [_DTYPES.index(value.dtype), int(value.requires_grad), int(value.device.type == "cpu"), value.ndim]
+    return [*description, *value.shape, *value.stride()]
 
 
 def _parse_specs(header: list[int]) -> Iterator[_TensorSpec | int | None]:
     """Parse the integers that `_encode_spec` returns."""
     remaining = iter(header)
     for _ in range(next(remaining)):
-        kind = next(remaining)
-        if kind < 0:
-            yield None if kind == _NONE_CODE else next(remaining)
+        code = next(remaining)
+        if code < 0:
+            yield None if code == _NONE_CODE else next(remaining)
             continue
         requires_grad, on_host, ndim = islice(remaining, 3)
         yield _TensorSpec(
-            _DTYPES[kind], bool(requires_grad), bool(on_host), [*islice(remaining, ndim)], [*islice(remaining, ndim)]
+            _DTYPES[code], bool(requires_grad), bool(on_host), [*islice(remaining, ndim)], [*islice(remaining, ndim)]
         )
 
 

@@ -35,7 +35,7 @@ class Rpc:
             )
         if not world.rank:
             _functions.update({function.__name__: function for function in functions})
-        # Use gloo's interface also for TensorPipe, which reads a different variable.
+        # Also use gloo's interface for TensorPipe, which reads a different variable.
         if (interface := os.environ.get("GLOO_SOCKET_IFNAME")) is not None:
             os.environ.setdefault("TP_SOCKET_IFNAME", interface)
         # The ranks are already connected, so RPC uses their store instead of a new rendezvous.

@@ -31,7 +31,7 @@ from lockstep.core.batch import get_tensors
 class Delivery:
     """A simulated message, which arrives at the monotonic time `arrival_time`.
 
-    Has those methods of dist.Work that are used.
+    Implements only those methods of dist.Work that are used.
     """
 
     arrival_time: float
@@ -120,10 +120,10 @@ def simulate_world(
         yield World(info, device), traffic
         return
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size, timeout=timeout)
-    first, second = dist.group.WORLD, dist.new_group(timeout=timeout)
-    assert isinstance(first, dist.ProcessGroup)
-    assert isinstance(second, dist.ProcessGroup)
-    world = World(info, device, ProcessGroups(first, second, timeout, traffic.make_carrier))
+    main, side = dist.group.WORLD, dist.new_group(timeout=timeout)
+    assert isinstance(main, dist.ProcessGroup)
+    assert isinstance(side, dist.ProcessGroup)
+    world = World(info, device, ProcessGroups(main, side, timeout, traffic.make_carrier))
     try:
         yield world, traffic
     finally:

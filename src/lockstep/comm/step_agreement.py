@@ -38,23 +38,23 @@ class StepAgreement:
 
         Call `finish_check` first.
         """
-        agreed, self._level = self._level, 0
+        agreed_level, self._level = self._level, 0
         self.last_values, self.last_call_site = self.compared_values, self.call_site
         self._sent = self._start_all_reduce(level, 0)
-        return agreed
+        return agreed_level
 
     def finish_check(self) -> bool:
         """Wait for the all-reduce of the last step. Returns whether `compared_values` was the same on all ranks."""
         self.metrics_differ = False
         if (numbers := self.wait()) is None:
             return True
-        self._level, _, facts, _, _, negated_facts, _ = numbers.tolist()
+        self._level, _, digest, _, _, negated_digest, _ = numbers.tolist()
         if (mismatch := self._find_mismatch(numbers, 0)) is not None:
             raise UsageError(
                 f"rank {mismatch[1]} did not start its next step when this rank did; make the same calls on all ranks "
                 f"between two steps"
             )
-        return bool(facts == -negated_facts)
+        return bool(digest == -negated_digest)
 
     def compare_positions(self, position: int) -> tuple[int, int] | None:
         """Wait for all ranks, and check that they are at the same position in the program. Call `finish_check` first.
@@ -84,10 +84,15 @@ class StepAgreement:
         return numbers, dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group, async_op=True)
 
     def _find_mismatch(self, reduced_values: Tensor, own_position: int) -> tuple[int, int] | None:
-        _, last, _, metrics, first, _, negated_metrics = reduced_values.tolist()
+        _, max_code, _, metrics, negated_min_code, _, negated_metrics = reduced_values.tolist()
         self.metrics_differ |= metrics + negated_metrics > 0
         return next(
-            (position for code in (last, -first) if (position := divmod(code, self._size))[0] != own_position), None
+            (
+                position
+                for code in (max_code, -negated_min_code)
+                if (position := divmod(code, self._size))[0] != own_position
+            ),
+            None,
         )
 
 

@@ -20,7 +20,7 @@ def separate_outputs(outputs: Any, inputs: Any, freed_addresses: set[int]) -> An
     input_ids = {id(leaf) for leaf in tree_leaves(inputs)} if grad_enabled else set()
 
     def separate(output: Tensor) -> Tensor:
-        if id(output) in input_ids:  # if the unit returns an input, it must stay the same tensor
+        if id(output) in input_ids:  # an input that the unit returns must stay the same tensor
             return output
         has_memory = type(output) in (Tensor, nn.Parameter) and output.layout == torch.strided
         if has_memory and output.untyped_storage().data_ptr() in freed_addresses:

@@ -1,7 +1,7 @@
 """The processes of a run and the small collectives between them. Only this module starts torch.distributed.
 
-Gradients are summed in the order of the reduction tree (comm/canonical.py). They use a separate process group, so that
-a side stream and this thread can communicate at the same time (comm/process_groups.py). Carriers transfer tensors on
+Gradients are summed in the order of the reduction tree (comm/canonical.py), and in a separate process group, so that a
+side stream and this thread can communicate at the same time (comm/process_groups.py). Carriers transfer tensors on
 the device (comm/carrier.py). All other communication is small, on the CPU, and exact in any order.
 docs/how-a-step-runs.md lists all communication.
 """
@@ -86,8 +86,8 @@ class World:
     ) -> CanonicalSum:
         """Return a CanonicalSum over the ranks of `mesh` that differ from this rank only along these axes.
 
-        If `side_stream` is set, call it on a side stream. Otherwise, call it on this thread. `num_chunks` is the number
-        of chunks that sequences are split into. All ranks must call this method with the same arguments.
+        If `side_stream` is set, call the sum on a side stream. Otherwise, call it on this thread. `num_chunks` is the
+        number of chunks that sequences are split into. All ranks must call this method with the same arguments.
         """
         data_ranks, order = mesh.get_data_ranks_along(*axes)
         ranks = self._find_own_group(mesh.get_groups(*axes))
@@ -102,17 +102,17 @@ class World:
         See `make_canonical_sum`.
         """
         assert self._groups is not None
-        parts = mesh.get_groups(*axes)
-        ranks = self._find_own_group(parts)
+        rank_groups = mesh.get_groups(*axes)
+        ranks = self._find_own_group(rank_groups)
         return self._groups.make_group_carrier(
-            self._groups.get_subgroup(parts, ranks, side_stream), ranks, f"along {', '.join(axes)}"
+            self._groups.get_subgroup(rank_groups, ranks, side_stream), ranks, f"along {', '.join(axes)}"
         )
 
     def make_device_mesh(self, mesh: Mesh, *axes: Axis) -> DeviceMesh:
         """Return a DeviceMesh of the ranks that differ from this rank only along these axes. Use it on this thread."""
         assert self._groups is not None
-        parts = mesh.get_groups(*axes)
-        group = self._groups.get_subgroup(parts, self._find_own_group(parts), side_stream=False)
+        rank_groups = mesh.get_groups(*axes)
+        group = self._groups.get_subgroup(rank_groups, self._find_own_group(rank_groups), side_stream=False)
         # from_group uses the existing group. If all groups use gloo, torch would otherwise create an NCCL group.
         return DeviceMesh.from_group(group, self.device.type)
 
@@ -184,7 +184,7 @@ class World:
         return [torch.default_generator]
 
     def set_device(self, device: torch.device) -> None:
-        """Compute on `device` from now on. For processes with several devices, which switch between micro-batches."""
+        """Compute on `device` from now on. For processes that use different devices for different micro-batches."""
         self.device = device
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -287,8 +287,8 @@ class World:
         """Raise UsageError if values differ between ranks. All ranks must call this method."""
         if self.size == 1:
             return
-        facts_by_rank = dict(enumerate(self.all_gather_json(values)))
-        if lines := describe_differences(facts_by_rank, [], advice, call_site):
+        values_by_rank = dict(enumerate(self.all_gather_json(values)))
+        if lines := describe_differences(values_by_rank, [], advice, call_site):
             raise UsageError(lines[0])
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:

@@ -18,7 +18,7 @@ from lockstep.strategies.base import Count, Engine, MakeOptimizer, Mesh, Mib, Nu
 class Strategy:
     """The options of context parallelism.
 
-    - `replicate`: the number of replicas. Each replica computes a part of the micro-batches.
+    - `replicate`: the number of replicas. Each replica processes some of the micro-batches.
     - `bucket_mib`: the approximate bucket size of the gradient communication, which overlaps with the last backward
       pass.
     """

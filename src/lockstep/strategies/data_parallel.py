@@ -1,4 +1,4 @@
-"""Data parallelism in one process: each device has a replica of the model, and computes some of the micro-batches.
+"""Data parallelism in one process: each device has a replica of the model, and processes some of the micro-batches.
 
 Like torch.nn.DataParallel, this strategy uses several GPUs in a program without a launcher, such as a notebook. A
 single thread enqueues micro-batch k on replica k mod n of n replicas (parallel/replicas.py explains why). Unlike
@@ -64,10 +64,10 @@ class Strategy:
                 "strategy data_parallel: device_ids is empty; list at least one device, or don't set device_ids"
             )
         if ids is not None and len(set(ids)) < len(ids):
-            twice = next(number for number in ids if ids.count(number) > 1)
+            repeated = next(number for number in ids if ids.count(number) > 1)
             raise UsageError(
-                f"strategy data_parallel: device_ids contains {twice} more than once, but each device has one replica; "
-                f"list each device once"
+                f"strategy data_parallel: device_ids contains {repeated} more than once, but each device has one "
+                f"replica; list each device once"
             )
         if ids is not None and self.output_device not in (None, *ids):
             raise UsageError(
@@ -101,15 +101,15 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine of this process."""
-        cards = torch.cuda.device_count() if world.on_gpu else 0
-        devices = self.replica_devices(cards)
-        home = self._get_device_ids(cards).index(self._get_output_device(cards))
-        world.set_device(devices[home])
+        num_gpus = torch.cuda.device_count() if world.on_gpu else 0
+        devices = self.replica_devices(num_gpus)
+        home_index = self._get_device_ids(num_gpus).index(self._get_output_device(num_gpus))
+        world.set_device(devices[home_index])
         mesh = self.mesh(world.size)
         checked = replace(problem, build_model=partial(_build_on_one_device, problem))
         make_layout = replicated(world, mesh, 0)
         return DataParallelEngine(
-            checked, make_optimizer, world, numerics, mesh, make_layout, devices=devices, home_index=home
+            checked, make_optimizer, world, numerics, mesh, make_layout, devices=devices, home_index=home_index
         )
 
     def _get_device_ids(self, num_gpus: int) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Data parallelism: each process has the full model, and computes a part of the micro-batches of a step.
+"""Data parallelism: each process has the full model, and processes some of the micro-batches of a step.
 
 The name and the gradient buckets are from Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data
 Parallel Training" (VLDB). Unlike DDP, Lockstep adds gradients in the same order as a single process.

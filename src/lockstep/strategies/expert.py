@@ -32,7 +32,7 @@ class Strategy:
         cuts="the micro-batches of a step; the experts of mixture-of-experts layers",
         needs="at most as many processes as micro-batches; recipe.model.chunks, a multiple of the processes per "
         "replica; a model whose experts are known, or recipe.model.plan; an optimizer that updates each "
-        "tensor on its own",
+        "tensor independently",
         communication="for each mixture-of-experts layer and micro-batch, the rows and the outputs of the experts, "
         "forward and backward; the sum of the other gradients once per step, with replicate that of all gradients",
         cuts_rows=True,

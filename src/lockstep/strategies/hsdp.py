@@ -28,7 +28,7 @@ class Strategy:
 
     traits: ClassVar[Traits] = Traits(
         cuts="the micro-batches of a step; parameters, gradients and optimizer state, by rows",
-        needs="a number of processes that replicate divides; an optimizer that updates each tensor by itself",
+        needs="a number of processes that replicate divides; an optimizer that updates each tensor independently",
         communication="as zero3 within a replica; between replicas, a shard of the gradients once per step",
         cuts_rows=True,
         lends_wholes=True,

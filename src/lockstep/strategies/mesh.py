@@ -31,7 +31,7 @@ _AXES: Final = ("replicate", "pipe", "shard", "expert", "tensor", "context")
 class Strategy:
     """The options of combined parallelism. The lengths of the mesh axes are:
 
-    - `replicate`: the number of replicas. Each replica computes a part of the micro-batches. Defaults to the number of
+    - `replicate`: the number of replicas. Each replica processes some of the micro-batches. Defaults to the number of
       processes divided by the product of the other lengths.
     - `pipe`: the number of processes of a pipeline.
     - `shard`: the number of members that shard parameters, gradients and optimizer state by rows. In pipelines, they

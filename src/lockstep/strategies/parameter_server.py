@@ -39,7 +39,7 @@ class Strategy:
         return Traits(
             cuts="the micro-batches of a step; only rank 0 has the optimizer state",
             needs="at most as many processes as micro-batches; memory for the whole model on each process; "
-            "unless asynchronous, an optimizer that updates each tensor on its own; a network in which you trust "
+            "unless asynchronous, an optimizer that updates each tensor independently; a network in which you trust "
             "everyone, because RPC unpickles",
             communication="gradients to rank 0 and new weights back, once per step. With asynchronous, each gradient "
             "updates the weights when it arrives: neither exact nor close, and no two runs are the same",

@@ -24,7 +24,7 @@ class Strategy:
     """The options of pipeline parallelism.
 
     - `schedule`: the order of forward and backward passes.
-    - `replicate`: the number of replicas. Each replica computes a part of the micro-batches.
+    - `replicate`: the number of replicas. Each replica processes some of the micro-batches.
     - `shard`: the number of pipelines in a replica, which share its micro-batches and shard the optimizer state by
       rows.
     - `stages_per_rank`: the number of stages of each process. Defaults to 2 for interleaved, and to 1 otherwise.
@@ -65,9 +65,10 @@ class Strategy:
         )
         check_divides(f"strategy pipeline: {options}", pipelines, processes)
         if pipelines > microbatches:
+            limit = "1 pipeline" if microbatches == 1 else f"{microbatches} pipelines"
             raise UsageError(
                 f"strategy pipeline: {options} requires at least {pipelines} micro-batches, got {microbatches}; use at "
-                f"most {microbatches}, or set recipe.microbatches={pipelines}, which changes the weights"
+                f"most {limit}, or set recipe.microbatches={pipelines}, which changes the weights"
             )
         check_stages("pipeline", self.schedule, per_rank, processes // pipelines * per_rank, self.cut)
 

@@ -22,7 +22,7 @@ from lockstep.tasks.base import ModelFactory
 class Strategy:
     """The options of tensor parallelism.
 
-    - `replicate`: the number of replicas. Each replica computes a part of the micro-batches.
+    - `replicate`: the number of replicas. Each replica processes some of the micro-batches.
     - `sequence_parallel`: the processes of a replica split the sequences outside of the split layers.
     - `bucket_mib`: the approximate bucket size of the gradient communication between replicas, which overlaps with the
       backward pass.
@@ -38,7 +38,7 @@ class Strategy:
         return Traits(
             cuts="the heads and features of attention and feed-forward layers; with replicate, also the micro-batches",
             needs="recipe.model.chunks, a multiple of the processes per replica; a model whose layers are known, or "
-            "recipe.model.plan; an optimizer that updates each tensor on its own",
+            "recipe.model.plan; an optimizer that updates each tensor independently",
             communication="the sum of the outputs of each split pair of layers, forward and backward, for each "
             "micro-batch; with sequence_parallel, an all-gather of its inputs and a reduce-scatter of its outputs "
             "instead; with replicate, the sum of the gradients once per step",

@@ -26,7 +26,7 @@ class Strategy:
 
     traits: ClassVar[Traits] = Traits(
         cuts="the micro-batches of a step; the optimizer state, by rows",
-        needs="at most as many processes as micro-batches; an optimizer that updates each tensor by itself",
+        needs="at most as many processes as micro-batches; an optimizer that updates each tensor independently",
         communication="the sum of the gradients and the new parameters, once per step",
         cuts_rows=True,
         lends_wholes=True,

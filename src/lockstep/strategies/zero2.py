@@ -25,7 +25,7 @@ class Strategy:
 
     traits: ClassVar[Traits] = Traits(
         cuts="the micro-batches of a step; gradients and optimizer state, by rows",
-        needs="at most as many processes as micro-batches; an optimizer that updates each tensor by itself",
+        needs="at most as many processes as micro-batches; an optimizer that updates each tensor independently",
         communication="the parameters once per step, the gradients of each micro-batch",
         cuts_rows=True,
         lends_wholes=True,

@@ -24,7 +24,7 @@ class Strategy:
 
     traits: ClassVar[Traits] = Traits(
         cuts="the micro-batches of a step; parameters, gradients and optimizer state, by rows",
-        needs="at most as many processes as micro-batches; an optimizer that updates each tensor by itself",
+        needs="at most as many processes as micro-batches; an optimizer that updates each tensor independently",
         communication="the parameters twice and the gradients once for each micro-batch, block by block",
         cuts_rows=True,
         lends_wholes=True,

@@ -102,7 +102,7 @@ def _check_arguments(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
         shapes = ", ".join(str(list(tensor.shape)) for tensor in (query, key, value))
         raise UsageError(
             f"{KEY}: expected queries, keys and values of shape [n, heads, positions, channels] with the positions of "
-            f"one chunk, got shapes {shapes}; change the model's calls of attention, or remove this key"
+            f"one chunk, got shapes {shapes}; change how the model calls attention, or remove this key"
         )
     counts = {tensor.shape[1] for tensor in (query, key, value)}
     if any(count % num_chunks for count in counts):

@@ -50,9 +50,9 @@ class Exchange:
             partial(self.exchange_flat, split_dim=split_dim, concat_dim=concat_dim),
             partial(self.exchange_flat, split_dim=concat_dim, concat_dim=split_dim),
         )
-        parts = apply_linear_map(forward, backward, [tensor for tensors in inputs for tensor in tensors])
+        results = apply_linear_map(forward, backward, [tensor for tensors in inputs for tensor in tensors])
         count = len(inputs[0])
-        return [parts[first : first + count] for first in range(0, len(parts), count)]
+        return [results[first : first + count] for first in range(0, len(results), count)]
 
     def exchange_flat(self, tensors: Sequence[Tensor], split_dim: int, concat_dim: int) -> list[Tensor]:
         """Exchange a flat list of tensors, without autograd.
@@ -69,42 +69,43 @@ class Exchange:
 
     def _exchange_one_per_chunk(self, tensors: Sequence[Tensor], split_dim: int, concat_dim: int) -> list[Tensor]:
         """Exchange one tensor of each local chunk, for example the queries. Returns one tensor for each local chunk."""
-        parts = [tensor.chunk(self.chunks, split_dim) for tensor in tensors]
-        arrived = self._send_parts(parts)
-        local_parts = [
-            part
-            for chunk_parts in parts
-            for part in chunk_parts[self._first_chunk(self._rank) : self._first_chunk(self._rank + 1)]
+        pieces = [tensor.chunk(self.chunks, split_dim) for tensor in tensors]
+        received = self._exchange_with_peers(pieces)
+        local_pieces = [
+            piece
+            for chunk_pieces in pieces
+            for piece in chunk_pieces[self._first_chunk(self._rank) : self._first_chunk(self._rank + 1)]
         ]
-        by_rank = [local_parts if rank == self._rank else [*arrived[rank]] for rank in range(self._ranks)]
+        pieces_by_rank = [local_pieces if rank == self._rank else [*received[rank]] for rank in range(self._ranks)]
         # The results are contiguous and never views, so their memory layout doesn't depend on the number of processes.
         return [
             torch.cat(
-                [part for rank_parts in by_rank for part in rank_parts[chunk :: self._local_count]], concat_dim
+                [piece for rank_pieces in pieces_by_rank for piece in rank_pieces[chunk :: self._local_count]],
+                concat_dim,
             ).contiguous()
             for chunk in range(self._local_count)
         ]
 
-    def _send_parts(self, parts: Sequence[Sequence[Tensor]]) -> dict[int, Tensor]:
-        """Send each peer the pieces for its chunks. Returns the pieces from each peer by rank, stacked along dim 0."""
+    def _exchange_with_peers(self, pieces: Sequence[Sequence[Tensor]]) -> dict[int, Tensor]:
+        """Send each peer the pieces for its chunks. Returns the received pieces by peer rank, stacked along dim 0."""
         peers = [rank for rank in range(self._ranks) if rank != self._rank]
         sent = [
             (
                 torch.stack(
                     [
-                        part
-                        for chunk_parts in parts
-                        for part in chunk_parts[self._first_chunk(rank) : self._first_chunk(rank + 1)]
+                        piece
+                        for chunk_pieces in pieces
+                        for piece in chunk_pieces[self._first_chunk(rank) : self._first_chunk(rank + 1)]
                     ]
                 ),
                 rank,
             )
             for rank in peers
         ]
-        arrived = {rank: torch.empty_like(tensor) for tensor, rank in sent}
+        received = {rank: torch.empty_like(tensor) for tensor, rank in sent}
         if self._carrier is not None:
-            transfer_tensors(self._carrier, sent, [(tensor, rank) for rank, tensor in arrived.items()])
-        return arrived
+            transfer_tensors(self._carrier, sent, [(tensor, rank) for rank, tensor in received.items()])
+        return received
 
     def _first_chunk(self, rank: int) -> int:
         return rank * self._local_count

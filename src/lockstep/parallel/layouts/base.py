@@ -5,8 +5,8 @@ The optimizer updates *trained* tensors: the parameters of the model, or this ra
 element-wise optimizer computes the same update for a row on any rank. For optimizers that need norms, the layout
 provides the norms of full tensors.
 
-Shapes: a full parameter has R rows along dim 0 (a 0-dim parameter has 1 row), this rank has r rows, and ... are all
-other dims.
+Shapes: a full parameter has R rows along dim 0 (a 0-dim parameter has 1 row), this rank has r rows, and `...` stands
+for all other dims.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,7 +53,7 @@ class GathersWeights(Protocol):
     """The additional interface of layouts that shard parameters and gather them to run the model."""
 
     def gathered_shards(self) -> dict[Tensor, Tensor]:
-        """Return a map from each gathered weight so far to its sharded parameter.
+        """Return a map from each weight gathered so far to its sharded parameter.
 
         A parameter is always gathered into the same tensor.
         """
@@ -114,7 +114,7 @@ class Layout(Protocol):
 
     @property
     def norms(self) -> NormFunctions:
-        """The norms of the trained tensors."""
+        """Functions that compute norms of the trained tensors."""
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """Return `tensor` of shape [r, ...] as a shard of a full tensor of shape [R, ...], or unchanged if replicated.
@@ -147,8 +147,8 @@ class Layout(Protocol):
 MakeLayout = Callable[[nn.Module, CommStream, torch.dtype | None], tuple[Layout, GradientSum]]
 
 
-# The norms of layouts in which each rank has all trained tensors. All ranks have the same gradients and flags, so no
-# communication is necessary.
+# The norm functions of layouts in which each rank has all trained tensors. All ranks have the same gradients and flags,
+# so no communication is necessary.
 REPLICATED_NORMS: Final = NormFunctions(
     lambda tensors: torch.cat(compute_row_norms(tensors)), compute_full_norms, lambda flags: None
 )
@@ -157,21 +157,21 @@ REPLICATED_NORMS: Final = NormFunctions(
 def make_sharded_norms(
     world: World, shards: Mapping[Tensor, Shard], trained: Iterable[Tensor] | None = None
 ) -> NormFunctions:
-    """Return the norms for trained tensors that are sharded by rows. Each rank computes the norms of its own rows.
+    """Return the norm functions for trained tensors that are sharded by rows. Each rank measures its own rows.
 
     `shards` maps each trained tensor of the full model to this rank's rows, in model order. `trained` contains the
-    trained tensors that this rank has, which defaults to all of them. Norms are computed on the device of the world,
-    because a CPU and a GPU add in different orders. Tensors in CPU memory are moved to the device in groups.
+    trained tensors that this rank has, by default all of them. Norms are computed on the device of the world, because a
+    CPU and a GPU add in different orders. Tensors in CPU memory are moved to the device in groups.
     """
     parameters, device = list(shards if trained is None else trained), world.device
 
-    def heights(tensors: Iterable[Tensor]) -> list[int]:
+    def count_rows(tensors: Iterable[Tensor]) -> list[int]:
         shapes = [shards[parameter].shape for parameter in tensors]
         return [shape[0] if shape else 1 for shape in shapes]
 
-    def of_rows(tensors: Mapping[Tensor, Tensor]) -> Tensor:
-        table = torch.zeros(sum(heights(tensors)), dtype=torch.float64, device=device)
-        starts = accumulate(heights(tensors), initial=0)
+    def gather_row_norms(tensors: Mapping[Tensor, Tensor]) -> Tensor:
+        table = torch.zeros(sum(count_rows(tensors)), dtype=torch.float64, device=device)
+        starts = accumulate(count_rows(tensors), initial=0)
         offsets = {
             parameter: start + shards[parameter].first for parameter, start in zip(tensors, starts, strict=False)
         }
@@ -185,19 +185,21 @@ def make_sharded_norms(
                 table[offsets[parameter] : offsets[parameter] + len(norms)] = norms
         return world.add_(table)
 
-    def all_rows(tensors: Sequence[Tensor]) -> Tensor:
+    def compute_all_row_norms(tensors: Sequence[Tensor]) -> Tensor:
         by_parameter = dict(zip(parameters, tensors, strict=True))
-        return of_rows({parameter: by_parameter.get(parameter, part.tensor) for parameter, part in shards.items()})
+        return gather_row_norms(
+            {parameter: by_parameter.get(parameter, part.tensor) for parameter, part in shards.items()}
+        )
 
-    def of_tensors(tensors: Mapping[Tensor, Tensor]) -> Tensor:
-        rows = torch.split(of_rows(tensors), heights(tensors))
+    def compute_tensor_norms(tensors: Mapping[Tensor, Tensor]) -> Tensor:
+        rows = torch.split(gather_row_norms(tensors), count_rows(tensors))
         return torch.stack([compute_total_norm(row) for row in rows])
 
-    def agree_(flags: Sequence[Tensor]) -> None:
+    def sync_flags_(flags: Sequence[Tensor]) -> None:
         for flag in flags:
             world.add_(flag)
 
-    return NormFunctions(all_rows, of_tensors, agree_)
+    return NormFunctions(compute_all_row_norms, compute_tensor_norms, sync_flags_)
 
 
 @final

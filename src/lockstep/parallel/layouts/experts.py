@@ -100,8 +100,8 @@ def make_expert_layout(world: World, mesh: Mesh, bucket_bytes: int) -> MakeLayou
         coordinates = [mesh.get_coordinates(other) for other in range(world.size)]
         holders = [SliceHolder(each.expert, primary=not each.replicate) for each in coordinates]
         expert_slice = ModelSlice(locations, holders, world.rank)
-        across = world.make_canonical_sum(mesh, "replicate", side_stream=False)
-        experts = [_make_expert_sums(layer, across) for layer in layers.values()]
+        replica_sum = world.make_canonical_sum(mesh, "replicate", side_stream=False)
+        experts = [_make_expert_sums(layer, replica_sum) for layer in layers.values()]
         return SlicedLayout(world, expert_slice, weights), _ExpertGradientSum(sums, experts, data_ranks)
 
     return make_layout

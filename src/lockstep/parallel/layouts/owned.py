@@ -16,8 +16,8 @@ elements so far. This balances optimizers whose time is proportional to the numb
 In addition to its rows, a rank keeps a full copy of the tensors that it owns: R * C / W elements for W ranks.
 
 If a recipe splits a model into chunks, the rows of a tensor are in the order of its chunks. For such an optimizer, this
-is a different matrix. Therefore the owner restores the tensor of the model without chunks before the update. For the
-same reason, each chunked tensor has an owner even if the strategy replicates it.
+is a different matrix. Therefore, before the update, the owner restores the tensor as it would be in the model without
+chunks. For the same reason, each chunked tensor has an owner even if the strategy replicates it.
 
 Shapes: a tensor p_RC has R rows on its owner, and p_rC is a rank's part of the rows.
 """
@@ -39,7 +39,7 @@ from lockstep.parallel.optimizer_state import NamedParameter
 from lockstep.parallel.optimizer_step import get_gradient
 from lockstep.parallel.pipeline.state import OptimizerNames
 
-_SENT_BYTES: Final = 32 << 20  # send the rows of tensors together if their total size is at most this
+_MAX_GROUP_BYTES: Final = 32 << 20  # maximum total size of tensors whose rows are sent together
 
 
 @dataclass(eq=False)
@@ -69,7 +69,7 @@ class _OwnedTensor:
         return self.row_shape.numel() * self.rows.element_size()
 
     def allocate(self, dtype: torch.dtype, is_owned: bool) -> Tensor:
-        """Allocate the full tensor, uninitialized, or a tensor without rows if this rank doesn't own it.
+        """Allocate the full tensor without initializing it, or a tensor without rows if this rank doesn't own it.
 
         The strides of the full tensor are the same as in a single process.
         """
@@ -81,7 +81,7 @@ class _OwnedTensor:
         return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
 
     def to_rows(self, tensor: Tensor) -> Tensor:
-        """Convert a tensor with the shape of `full` to rows of shape `row_shape`, by a copy if the order changes."""
+        """Convert a tensor with the shape of `full` to rows of shape `row_shape`. Copies if the order changes."""
         if self.chunked is None:
             return tensor
         return self.chunked.to_rows(tensor) if len(tensor) else tensor.new_empty((0, *self.row_shape[1:]))
@@ -224,7 +224,7 @@ class OwnedLayout:
         return tensor.owner == self._world.rank
 
     def _group_tensors(self) -> Iterable[list[_OwnedTensor]]:
-        return group_by_size(((tensor, tensor.nbytes) for tensor in self._tensors), _SENT_BYTES)
+        return group_by_size(((tensor, tensor.nbytes) for tensor in self._tensors), _MAX_GROUP_BYTES)
 
     @torch.no_grad()
     def _gather_weights(self) -> None:
@@ -300,7 +300,7 @@ class _Messages:
 
     def for_rank(self, rank: int) -> list[Tensor]:
         """Return the tensors for rank `rank`."""
-        return [each for (to, _), tensors in self._tensors.items() if to == rank for each in tensors]
+        return [each for (peer, _), tensors in self._tensors.items() if peer == rank for each in tensors]
 
     def get_peer_messages(self, own_rank: int) -> list[tuple[int, list[Tensor]]]:
         return [(rank, tensors) for (rank, _), tensors in self._tensors.items() if rank != own_rank]
@@ -309,7 +309,7 @@ class _Messages:
 def _assign_owners(
     shapes: Mapping[str, torch.Size], spans: Mapping[str, Sequence[RowSpan]], num_ranks: int
 ) -> dict[str, int]:
-    """Return the owner of each tensor in `spans`. If a single rank, such as a server, has all rows, it is the owner."""
+    """Return the owner of each tensor in `spans`. A single rank that has all rows, e.g. a server, is the owner."""
     loads = [0] * num_ranks
     owners = {}
     for name in sorted(spans, key=lambda name: -shapes[name].numel()):  # stable: ties keep the model order

@@ -112,7 +112,7 @@ class Server:
 
 @final
 class ServerSum:
-    """Sums over all ranks on the server. Workers push their partial sums, and get an uninitialized tensor."""
+    """Adds up the partial sums of all ranks on the server. Workers push theirs, and get an uninitialized tensor."""
 
     def __init__(self, is_server: bool, server: Server, rpc: Rpc) -> None:
         self._is_server = is_server
@@ -121,7 +121,7 @@ class ServerSum:
         self._number = 0  # number of the current sum, which is the same on all ranks
 
     def __call__(self, pieces: Pieces, num_leaves: int, like: Tensor) -> Tensor:
-        """See Sum."""
+        """See VectorSum."""
         self._number += 1
         if not self._is_server:
             self._rpc.call_server("push", self._number, {block: piece.cpu() for block, piece in pieces.items()})

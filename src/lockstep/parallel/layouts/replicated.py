@@ -22,10 +22,12 @@ def replicated(
     """
 
     def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        weights = ReplicatedLayout(model, dtype)  # before Gradients, because this can change the dtype of parameters
+        weights = ReplicatedLayout(model, dtype)  # first, because this can change the dtype of parameters
         canonical = world.make_canonical_sum(mesh, "replicate", "context", num_chunks=chunks)
-        among = canonical if sent is None else HalfPrecisionSum(canonical, sent)
-        gradients = BucketedGradientSum(get_trainable_parameters(model), among, stream, world.size == 1, bucket_bytes)
+        rank_sum = canonical if sent is None else HalfPrecisionSum(canonical, sent)
+        gradients = BucketedGradientSum(
+            get_trainable_parameters(model), rank_sum, stream, world.size == 1, bucket_bytes
+        )
         return weights, gradients
 
     return make_layout

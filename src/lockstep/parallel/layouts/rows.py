@@ -29,7 +29,8 @@ from lockstep.parallel.layouts.base import (
 )
 from lockstep.parallel.weights import ReplicatedLayout
 
-_PACKED_BYTES: Final = 64 << 10  # pack smaller parameters, because sending a message takes as long as copying this many
+# Pack smaller parameters, because sending a message takes as long as copying this many bytes.
+_MIN_UNPACKED_BYTES: Final = 64 << 10
 
 
 def make_row_layout(world: World, mesh: Mesh, bucket_bytes: int, offload: bool, num_chunks: int = 1) -> MakeLayout:
@@ -102,11 +103,11 @@ class RowLayout:
     def collect(self) -> None:
         """See Layout. Keeps this rank's rows of the gradients, and frees all other rows."""
         self._sums.clear()
-        for (name, parameter), (_, row) in zip(self._parameters, self.trained, strict=True):
+        for (name, parameter), (_, rows) in zip(self._parameters, self.trained, strict=True):
             assert parameter.grad is not None
             shard = self._shards[name]
-            gradient = parameter.grad[shard.first : shard.first + len(row)] if shard.shape else parameter.grad
-            row.grad = self._copy_rows(gradient)
+            gradient = parameter.grad[shard.first : shard.first + len(rows)] if shard.shape else parameter.grad
+            rows.grad = self._copy_rows(gradient)
             if self._keeps_full_gradients:
                 self._sums.append(parameter.grad)
             parameter.grad = None
@@ -161,7 +162,7 @@ class RowLayout:
         for parameter in (parameter.detach() for _, parameter in self._parameters if parameter.ndim):
             # Permute all dims except the first to memory order. Contiguous rows can then be sent without a copy.
             dense = parameter.permute(0, *sorted(range(1, parameter.ndim), key=parameter.stride, reverse=True))
-            is_dense = dense.is_contiguous() and parameter.nbytes >= _PACKED_BYTES
+            is_dense = dense.is_contiguous() and parameter.nbytes >= _MIN_UNPACKED_BYTES
             tensors_by_dtype.setdefault(None if is_dense else parameter.dtype, []).append(
                 dense if is_dense else parameter
             )

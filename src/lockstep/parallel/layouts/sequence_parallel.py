@@ -48,7 +48,7 @@ def make_sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, n
 
 @final
 class SequenceParallelGradients:
-    """Two gradient sums: `unsplit_sum` adds this rank's own chunks, and `split_sum` adds all chunks, with dummies."""
+    """Two gradient sums: `unsplit_sum` adds this rank's own chunks, and `split_sum` adds all chunks, even dummies."""
 
     def __init__(self, unsplit_sum: GradientSum, split_sum: GradientSum) -> None:
         self._unsplit = unsplit_sum

@@ -39,8 +39,8 @@ from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, RowS
 from lockstep.parallel.weights import find_fp32_parameters
 from lockstep.tasks.base import MicroBatch, MicroBatches, TensorRecorder
 
-# The maximum number of pending communications during the backward pass. These are about two units, whose full gradients
-# stay in memory.
+# The maximum number of pending communications during the backward pass. They belong to about two units, whose full
+# gradients stay in memory.
 _MAX_PENDING: Final = 4
 # A pending communication can depend on a member that calls its units in a different order, and that waits for an
 # all-gather of this member. Therefore stop waiting after this time, and keep more gradients in memory instead.
@@ -71,7 +71,7 @@ def make_sharded_layout(
 class ShardedLayout:
     """A layout in which each member of a replica has some rows of the model. Buffers are replicated.
 
-    If `dtype` is set, weights are gathered in this dtype, in which the model computes.
+    If `dtype` is set, weights are gathered in this dtype, and the model computes in it.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class ShardedLayout:
         paths = {module: path for path, module in model.named_modules()}
         names = [*(paths[unit] for unit in units), "the rest of the model"]
         exchange = partial(all_to_all_parts, world.make_carrier(mesh, "shard"), rank.member, rank.num_members)
-        across = world.make_canonical_sum(mesh, "replicate", "context", num_chunks=num_chunks)
-        self.gradients = sums = _ShardedGradientSum(rank, exchange, across, stream, names, num_chunks)
+        replica_sum = world.make_canonical_sum(mesh, "replicate", "context", num_chunks=num_chunks)
+        self.gradients = sums = _ShardedGradientSum(rank, exchange, replica_sum, stream, names, num_chunks)
         _check_memory_formats_in_forward(model)
         with torch.no_grad():
             for parameter in model.parameters():  # fully_shard doesn't support other memory formats
@@ -122,12 +122,14 @@ class ShardedLayout:
     def spans(self, _name: str, shape: torch.Size) -> Sequence[RowSpan]:
         """See HasRowSpans."""
         row_spans = []
-        for number in range(self._world.size):
-            rank = self._mesh.get_data_rank(number)
-            height = compute_rows_per_member(shape, rank.num_members)
-            first = min(rank.member * height, shape[0])
-            length = min(height, shape[0] - first)
-            row_spans.append(RowSpan(number, first, length, primary=not (rank.replica or rank.sequence_index)))
+        for rank_index in range(self._world.size):
+            data_rank = self._mesh.get_data_rank(rank_index)
+            rows_per_member = compute_rows_per_member(shape, data_rank.num_members)
+            first = min(data_rank.member * rows_per_member, shape[0])
+            num_rows = min(rows_per_member, shape[0] - first)
+            row_spans.append(
+                RowSpan(rank_index, first, num_rows, primary=not (data_rank.replica or data_rank.sequence_index))
+            )
         return row_spans
 
     def collect(self) -> None:
@@ -185,10 +187,10 @@ class _ShardedGradientSum:
         """See GradientSum."""
         self.model.begin_step()
         self._last_microbatch = microbatches[-1]
-        microbatches_over_all = num_microbatches // self.num_chunks
+        num_whole_microbatches = num_microbatches // self.num_chunks
         rounds, self._first = (
-            self.rank.get_rounds(microbatches_over_all),
-            self.rank.sequence_index * microbatches_over_all,
+            self.rank.get_rounds(num_whole_microbatches),
+            self.rank.sequence_index * num_whole_microbatches,
         )
         self._num_microbatches, self._num_remaining = num_microbatches, len(rounds)
         self._incomplete = deque(self._order)
@@ -209,7 +211,7 @@ class _ShardedGradientSum:
             self.model.end_round()
 
     def receive(self, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
-        """Receive a unit's gradients of the M members, [M * N]. The last round stores their sum, [N], in `output`."""
+        """Receive a unit's gradients for the M members, [M * N]. In the last round, store the sum, [N], in `output`."""
         if self._note is not None:
             self._note(f"gradient of {self.units[unit]}", gradients)
         while may_wait and self._may_block and len(self._pending) >= _MAX_PENDING:
@@ -221,15 +223,15 @@ class _ShardedGradientSum:
         self._pending.append(self.stream.submit(partial(self._push_gradients, unit, *self._round, gradients)))
         if self._num_remaining == 1:
             self._outputs[unit] = output
-            self._complete_ready(complete_all=False)
+            self._complete_units(complete_all=False)
 
     def finish(self) -> None:
         """See GradientSum."""
-        self._complete_ready(complete_all=True)
+        self._complete_units(complete_all=True)
         while self._pending:
             self._pending.popleft()()
 
-    def _complete_ready(self, complete_all: bool) -> None:
+    def _complete_units(self, complete_all: bool) -> None:
         # Complete units during the backward pass, so that the partial sums and the sums of all units aren't in memory
         # at the same time. All replicas must sum the units in the same order, even if the order of units in their
         # backward passes differs.

@@ -91,8 +91,8 @@ class CallTrace:
 
     def _collect_tensors(self, call: _TracedCall) -> dict[int, Tensor]:
         direct_tensors = [self._tensors[self._names[key]] for key in call.read_ids if key in self._names]
-        of_module = [tensor for _, tensor in named_tensors(self._modules[call.name])]
-        return {id(tensor): tensor for tensor in (*direct_tensors, *of_module)}
+        module_tensors = [tensor for _, tensor in named_tensors(self._modules[call.name])]
+        return {id(tensor): tensor for tensor in (*direct_tensors, *module_tensors)}
 
     def _run(self, inputs: Inputs) -> Any:
         for name, leaf in self._leaves.items():
@@ -179,12 +179,12 @@ class MetaModel:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
         self.tensors: dict[str, Tensor] = {}
-        by_identity: dict[int, Any] = {}
+        fakes_by_id: dict[int, Any] = {}
         for name, tensor in named_tensors(model):
-            if id(tensor) not in by_identity:
-                by_identity[id(tensor)] = self.tensors[name] = self._fake_like(tensor)
-        by_identity |= {id(tensor): self._fake_like(tensor) for tensor in find_nonleaf_attributes(model)}
-        self.model: nn.Module = copy.deepcopy(model, by_identity)
+            if id(tensor) not in fakes_by_id:
+                fakes_by_id[id(tensor)] = self.tensors[name] = self._make_fake_like(tensor)
+        fakes_by_id |= {id(tensor): self._make_fake_like(tensor) for tensor in find_nonleaf_attributes(model)}
+        self.model: nn.Module = copy.deepcopy(model, fakes_by_id)
         self._modules = dict(self.model.named_modules())
         self._outputs_by_key: dict[Any, Any] = {}
 
@@ -195,24 +195,24 @@ class MetaModel:
             with torch.no_grad(), torch.random.fork_rng([]):
                 outputs = self._modules[name].train(training)(*args, **kwargs)
             self._outputs_by_key[key] = map_tensors(self.to_fake, outputs)
-        return map_tensors(self._new_fake, self._outputs_by_key[key])
+        return map_tensors(self._copy_fake, self._outputs_by_key[key])
 
     def to_fake(self, tensor: Tensor) -> Tensor:
         """Return a fake tensor with the same shape, dtype and device."""
         return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
 
-    def _new_fake(self, tensor: Tensor) -> Tensor:
+    def _copy_fake(self, tensor: Tensor) -> Tensor:
         with self._mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
-    def _fake_like(self, tensor: Tensor) -> Tensor:
+    def _make_fake_like(self, tensor: Tensor) -> Tensor:
         with self._mode:
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
         return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def intercept(module: nn.Module, replacement: Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Replace a module's forward method by `replacement(forward, args, kwargs)`, with the original as `forward`."""
+    """Replace a module's forward method with `replacement(forward, args, kwargs)`, with the original as `forward`."""
     module.register_forward_pre_hook(lambda _, args, kwargs: (((args, kwargs),), {}), with_kwargs=True)
     module.forward = partial(_call_replacement, replacement, module.forward)
 
@@ -228,8 +228,8 @@ def leaf_modules(module: nn.Module, cut: PipelineCut, prefix: str = "") -> Itera
     """
     for child_name, child in module.named_children():
         name = prefix + child_name
-        container = type(child).forward in (nn.Sequential.forward, nn.Module.forward)  # ModuleList has no forward
-        if name not in cut.unsplit and (container or name in cut.expanded):
+        is_container = type(child).forward in (nn.Sequential.forward, nn.Module.forward)  # ModuleList has no forward
+        if name not in cut.unsplit and (is_container or name in cut.expanded):
             yield from leaf_modules(child, cut, f"{name}.")
         else:
             yield name, child

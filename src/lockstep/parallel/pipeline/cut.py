@@ -31,9 +31,8 @@ from lockstep.parallel.tensor.plan import find_region_names
 
 ForwardTrace = CallTrace | GraphTrace  # a forward pass as a sequence of module calls and other operations
 
-_MAX_IMBALANCE: Final = (
-    1.2  # don't expand more modules if the most expensive stage costs at most this many times the mean
-)
+# Don't expand more modules if the most expensive stage costs at most this many times the mean.
+_MAX_IMBALANCE: Final = 1.2
 _MAX_FAILURES: Final = 8  # stop after this many expansions in a row that don't improve the cut
 
 
@@ -70,7 +69,7 @@ def _find_cut(
         )
     start = PipelineCut(unsplit=blocks | regions, example=example)
 
-    def find_from(base_cut: PipelineCut, runs_on_meta: bool) -> "_CutResult":
+    def find_cut_from(base_cut: PipelineCut, runs_on_meta: bool) -> "_CutResult":
         return (
             _cut_at_modules(meta_model, num_stages, module_names, base_cut, runs_on_meta)
             if module_names
@@ -78,18 +77,18 @@ def _find_cut(
         )
 
     try:
-        traced = find_from(start, runs_on_meta)
+        traced = find_cut_from(start, runs_on_meta)
     except UsageError as error:
         if example is None:
             raise
         try:  # the code can't be traced, so run it again in each stage
-            return find_from(replace(start, replayed=True), True).cut
+            return find_cut_from(replace(start, replayed=True), True).cut
         except UntraceableError:
             raise error from None
     if module_names or not traced.has_opaque_modules or traced.highest_cost <= _MAX_IMBALANCE / num_stages:
         return traced.cut
     try:  # running the code again in each stage may allow a better cut
-        replayed = find_from(replace(start, replayed=True), True)
+        replayed = find_cut_from(replace(start, replayed=True), True)
     except UsageError:
         return traced.cut
     return replayed.cut if replayed.highest_cost < traced.highest_cost else traced.cut
@@ -155,12 +154,12 @@ def _find_lendable_weights(model: nn.Module, trace: ForwardTrace) -> set[int]:
     lendable = set()
     for key, positions_of_weight in positions.items():
         if len(positions_of_weight) == 2 and positions_of_weight[0] in names:
-            tables = [
+            embeddings = [
                 module
                 for module in modules[names[positions_of_weight[0]]].modules()
                 if isinstance(module, nn.Embedding)
             ]
-            if [id(table.weight) for table in tables].count(key) == 1:
+            if [id(embedding.weight) for embedding in embeddings].count(key) == 1:
                 lendable.add(key)
     return lendable
 
@@ -175,7 +174,7 @@ def _find_obstacle(model: nn.Module, trace: ForwardTrace, position: int) -> str 
     return trace.find_obstacle(position)
 
 
-def _is_trainable(tensors: Mapping[int, Tensor]) -> bool:
+def _has_trainable_tensor(tensors: Mapping[int, Tensor]) -> bool:
     return any(tensor.requires_grad for tensor in tensors.values())
 
 
@@ -190,10 +189,12 @@ def make_replay_stages(model: nn.Module, cut: PipelineCut, training: bool) -> li
     """Return all stages of a model that is run by replay (replay.py)."""
     trace = CallTrace(model, cut, training)
     names = {position: name for name, position in trace.calls.items()}
-    ends = [(names[part.start], trace.get_boundary_paths(part.start)) for part in _get_stage_ranges(trace, cut)[1:]]
-    no_values: tuple[str, ...] = ()
-    stage_starts = [(None, no_values), *ends]
-    return [ReplayStage(*begin, *end) for begin, end in zip(stage_starts, [*ends, (None, no_values)], strict=True)]
+    boundaries = [
+        (names[part.start], trace.get_boundary_paths(part.start)) for part in _get_stage_ranges(trace, cut)[1:]
+    ]
+    no_paths: tuple[str, ...] = ()
+    stage_starts = [(None, no_paths), *boundaries]
+    return [ReplayStage(*begin, *end) for begin, end in zip(stage_starts, [*boundaries, (None, no_paths)], strict=True)]
 
 
 def _get_stage_ranges(trace: ForwardTrace, cut: PipelineCut) -> list[range]:
@@ -245,7 +246,7 @@ def _cut_at_modules(
                 f"strategy pipeline: cut: no stage can begin at {module_names[number - 1]}: {reason}; list a different "
                 f"module in cut"
             )
-        if not any(map(_is_trainable, trace.used[part.start : part.stop])):
+        if not any(map(_has_trainable_tensor, trace.used[part.start : part.stop])):
             raise UsageError(
                 f"strategy pipeline: cut: stage {number} has no trainable parameters; list different modules in cut"
             )
@@ -275,7 +276,7 @@ def _cut_by_cost(model: nn.Module, num_stages: int, base_cut: PipelineCut, runs_
             for name, position in trace.calls.items()
             if position and _find_obstacle(model, trace, position) is None
         }
-        positions = split_by_cost(costs, num_stages, allowed, [*map(_is_trainable, trace.used)])
+        positions = split_by_cost(costs, num_stages, allowed, [*map(_has_trainable_tensor, trace.used)])
         if positions is not None:
             cut = replace(base_cut, stage_starts=tuple(allowed[position] for position in positions))
             cost = max(sum(costs[part.start : part.stop]) for part in _get_stage_ranges(trace, cut))
@@ -400,11 +401,11 @@ def split_by_cost(
     """Split a sequence of items into `num_parts` contiguous parts of balanced cost.
 
     Returns `num_parts` - 1 ascending positions from `allowed_positions`, or None if there is no such split. Position p
-    is before item p. Each part contains at least one item that is `is_needed`. The split minimizes the cost of the most
-    expensive part. Ties are broken by the smallest sum of the squared costs, which balances the other parts.
+    is before item p. Each part contains at least one item for which `is_needed` is set. The split minimizes the cost of
+    the most expensive part. Ties are broken by the smallest sum of the squared costs, which balances the other parts.
     """
     length = len(costs)
-    sums, needed_before = [0.0, *accumulate(costs)], [0, *accumulate(map(int, is_needed))]
+    cost_before, needed_before = [0.0, *accumulate(costs)], [0, *accumulate(map(int, is_needed))]
     positions = [position for position in sorted(set(allowed_positions)) if 0 < position < length]
     ends = [*positions, length]
 
@@ -417,14 +418,18 @@ def split_by_cost(
         """
         # best[end] is the best split of the items before `end`. Each iteration adds one part to each split.
         best: dict[int, tuple[float, tuple[int, ...]]]
-        best = {end: (combine(0.0, sums[end]), ()) for end in ends if needed_before[end] and sums[end] <= max_cost}
+        best = {
+            end: (combine(0.0, cost_before[end]), ())
+            for end in ends
+            if needed_before[end] and cost_before[end] <= max_cost
+        }
         for _ in range(num_parts - 1):
             rows = {
                 end: [
-                    (combine(best[start][0], sums[end] - sums[start]), (*best[start][1], start))
+                    (combine(best[start][0], cost_before[end] - cost_before[start]), (*best[start][1], start))
                     for start in positions
                     if start < end and start in best and needed_before[end] > needed_before[start]
-                    if sums[end] - sums[start] <= max_cost
+                    if cost_before[end] - cost_before[start] <= max_cost
                 ]
                 for end in ends
             }

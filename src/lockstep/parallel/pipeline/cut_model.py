@@ -47,7 +47,7 @@ class PartitionedModel:
         self._meta = MetaModel(model, device) if cut.replayed else None
         self._parts = [make_replay_stages(model, cut, training) for training in (True, False) if cut.replayed]
         self.outputs = trace_forward(model, cut, training=False).outputs
-        model.train()  # tracing has left the model in evaluation mode
+        model.train()  # tracing leaves the model in evaluation mode
 
     def get_owned_names(self, stage: int) -> set[str]:
         """Return the names of the tensors that `stage` owns."""

@@ -129,7 +129,7 @@ class PipelineEngine:
         self._slots = OptimizerStateLayout(self._layout.trained, self._layout.as_shard)
         self._updates = WeightUpdater(self._layout, make_optimizer, numerics, world.device)
         self._autocast = autocast(numerics.recipe.precision, world.device)
-        # Recomputation has no saved activations.
+        # With recomputation, no activations are saved.
         self._offload = numerics.offload_activations and not pipeline_shape.recompute
         self._forward_key = random.make_key(random.FORWARD, numerics.seed)
         self._links = Links(world, placement, self._ties)
@@ -215,7 +215,7 @@ class PipelineEngine:
 
     @contextmanager
     def evaluation(self) -> Iterator[PredictFunction]:
-        """See Engine. All ranks must predict the same inputs in the same order. All of them get the outputs."""
+        """See Engine. All ranks must make the same predictions in the same order. All of them get the outputs."""
         with evaluation_mode(self._model, self._ema, self._reload):
             yield self._predict
 
@@ -245,8 +245,8 @@ class PipelineEngine:
     def load(self, state: State) -> None:
         """See Engine."""
         self.load_full_weights(state)
-        whole = {name: tensor for name, tensor in state.optimizer.items() if isinstance(tensor, Tensor)}
-        self._names.load(self._slots, self._updates.optimizer, whole, state.scalars["optimizer"])
+        full_tensors = {name: tensor for name, tensor in state.optimizer.items() if isinstance(tensor, Tensor)}
+        self._names.load(self._slots, self._updates.optimizer, full_tensors, state.scalars["optimizer"])
         if self._ema is not None and state.ema is not None:
             load_local_rows(state.ema, self._ema.shards(self._layout.local_state()), self._model.state_dict())
 
@@ -264,7 +264,7 @@ class PipelineEngine:
                     stage.backward_weight(microbatch)
             case "backward" | "backward_input":
                 backward = stage.backward if action.kind == "backward" else stage.backward_input
-                arrived = [
+                backward_inputs = [
                     BackwardInputs(
                         self._get_output_gradients(number, leaf.index, step),
                         self._receive_lent_gradients(number, leaf.index),
@@ -272,7 +272,7 @@ class PipelineEngine:
                     for leaf in microbatches
                 ]
                 with self._model_code:
-                    results = backward(microbatch, arrived)
+                    results = backward(microbatch, backward_inputs)
                 for leaf, result in zip(microbatches, results, strict=True):
                     for tie, gradient in zip(
                         self._ties.get_borrowed_weights(number), result.borrowed_gradients, strict=True
@@ -359,11 +359,11 @@ class PipelineEngine:
 
     def _receive_lent_gradients(self, stage_number: int, leaf_index: int) -> list[tuple[nn.Parameter, Tensor]]:
         """Receive the borrowers' gradients of the parameters that stage `stage_number` lends."""
-        arrived = [
+        received = [
             (tie, self._links.receive(self._links.get_tied_weight_channel(tie), tie.borrower, leaf_index)[0])
             for tie in self._ties.get_lent_weights(stage_number)
         ]
-        return [(cast(nn.Parameter, tie.tensor), value) for tie, value in arrived if isinstance(value, Tensor)]
+        return [(cast(nn.Parameter, tie.tensor), value) for tie, value in received if isinstance(value, Tensor)]
 
     def _reload(self) -> None:
         self._layout.reload()
@@ -393,9 +393,9 @@ class PipelineEngine:
         loss = torch.zeros(num_losses, dtype=torch.float64, device=self._world.device)
         if self._placement.last_stage in self._stages:
             pieces = self._losses.pop_pieces()
-            added = self._across(pieces, num_leaves, loss)
+            total = self._across(pieces, num_leaves, loss)
             if self._placement.whole_primary and not self._placement.coordinate.tensor:
-                loss = added
+                loss = total
         # Broadcast the sums with an integer sum, in which all other ranks have zeros. A float sum would change -0.0.
         return self._world.add_(loss.view(torch.int64)).view(torch.float64)
 

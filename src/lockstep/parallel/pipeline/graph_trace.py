@@ -81,9 +81,8 @@ class GraphTrace:
         # Names of the nodes whose results are neither tensors nor integers.
         self._unsupported: frozenset[str] = frozenset()
         self._output_nodes = [leaf for leaf in pytree.tree_leaves(self._output.args[0]) if isinstance(leaf, fx.Node)]
-        if any(
-            node.target is getattr for node in self._output_nodes
-        ):  # these can be None, which a trace can't represent
+        # Attributes of a module's output can be None, which a trace can't represent.
+        if any(node.target is getattr for node in self._output_nodes):
             raise UntraceableError(
                 "its outputs are attributes of a module's output; return tensors from its forward, or use a different "
                 "strategy"

@@ -62,15 +62,15 @@ class Links:
 
     def share_outputs(self, outputs: Values) -> Values:
         """Return the last stage's outputs on all ranks of the pipeline, by passing them back from rank to rank."""
-        line, stages, previous = (
+        channel, stages, previous = (
             self.get_gradient_channel(self._placement.last_stage),
             self._placement.stages,
             self._placement.coordinate.pipe - 1,
         )
         if self._placement.last_stage not in stages:
-            outputs = self._p2p.receive(self._placement.get_rank(previous + 2), line)
+            outputs = self._p2p.receive(self._placement.get_rank(previous + 2), channel)
         if previous >= 0:
-            self._p2p.send(outputs, self._placement.get_rank(previous), line)
+            self._p2p.send(outputs, self._placement.get_rank(previous), channel)
         self._p2p.finish()
         return outputs
 

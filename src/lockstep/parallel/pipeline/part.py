@@ -60,10 +60,10 @@ def make_empty_shard(tensor: Tensor) -> Shard:
 
 
 def _extract_submodules(module: nn.Module, tensor_names: Collection[str], prefix: str) -> nn.Module | None:
-    is_owned = [prefix + name in tensor_names for name, _ in named_tensors(module)]
-    if not any(is_owned):
+    is_included = [prefix + name in tensor_names for name, _ in named_tensors(module)]
+    if not any(is_included):
         return None
-    if all(is_owned):
+    if all(is_included):
         return module
     part = nn.Module()
     for name, parameter in module._parameters.items():

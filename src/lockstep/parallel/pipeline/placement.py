@@ -43,11 +43,10 @@ class StagePlacement:
         self.coordinate = self.mesh.get_coordinates(world.rank)
         self.last_stage = self.num_ranks * pipeline_shape.stages_per_rank - 1
         self.stages = range(self.coordinate.pipe, self.last_stage + 1, self.num_ranks)
-        # Whether this rank reports its tensors, among the ranks with the same rows, or with the same full tensors.
+        # Whether, among the ranks with the same rows or the same full tensors, this rank is the one that reports them.
         self.rows_primary = self.coordinate.replicate < pipeline_shape.sharers and self.coordinate.context == 0
         self.whole_primary = self.coordinate.replicate == self.coordinate.context == 0
-        # The groups of ranks that shard the optimizer state of their stages: the `pipeline_shape` axis of a helper
-        # mesh.
+        # The groups of ranks that shard the optimizer state of their stages: the `pipe` axis of a helper mesh.
         lengths = {"shard": self.num_ranks, "tensor": pipeline_shape.tensor, "context": pipeline_shape.context}
         self.sharing_groups = Mesh(
             replicate=pipeline_shape.replicas, pipe=pipeline_shape.sharers, **lengths

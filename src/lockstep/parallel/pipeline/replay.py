@@ -24,7 +24,10 @@ from lockstep.parallel.pipeline.graph_trace import PipelineCut
 
 @dataclass(frozen=True)
 class ReplayStage:
-    """A pipeline stage: the modules whose first calls begin and end it, and the paths of their received arguments."""
+    """A pipeline stage, from the first call of `first_module` to the first call of `next_module`.
+
+    The paths identify the arguments of these two modules that are sent from stage to stage.
+    """
 
     first_module: str | None  # name of the first module of the stage; None for the first stage
     incoming_paths: tuple[str, ...]
@@ -126,9 +129,8 @@ class Replay:
         meta_module = self._meta.model.get_submodule(path)
         for name in (*module._parameters, *module._buffers):
             if f"{path}.{name}".lstrip(".") not in local_names:
-                vars(module)[name] = getattr(
-                    meta_module, name
-                )  # takes precedence over the module's parameter or buffer
+                # An instance attribute takes precedence over the module's parameter or buffer.
+                vars(module)[name] = getattr(meta_module, name)
 
 
 def _begin_stage(forward_run: _ForwardRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from lockstep.errors import UsageError
 Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "zero_bubble"]
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 
-_BOTH: Final[tuple[Kind, Kind]] = ("forward", "backward")
+_FORWARD_AND_BACKWARD: Final[tuple[Kind, Kind]] = ("forward", "backward")
 
 
 class Action(NamedTuple):
@@ -74,7 +74,9 @@ def schedule_actions(
     same kind are in micro-batch order.
     """
     if schedule in ("naive", "gpipe"):
-        forwards, backwards = ([Action(kind, rank, number) for number in range(num_microbatches)] for kind in _BOTH)
+        forwards, backwards = (
+            [Action(kind, rank, number) for number in range(num_microbatches)] for kind in _FORWARD_AND_BACKWARD
+        )
         if schedule == "gpipe":
             return forwards + backwards
         return [action for pair in zip(forwards, backwards, strict=True) for action in pair]

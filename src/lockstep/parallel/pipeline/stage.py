@@ -42,7 +42,7 @@ Compute = Callable[[Values], Sequence[Tensor | int]]
 EdgeGradientPairs = list[tuple[GradientEdge, Tensor]]
 LentGradients = Sequence[tuple[nn.Parameter, Tensor]]  # lent parameters with the gradients from the borrowers
 
-_SENT_BYTES: Final = 32 << 20  # bucket size; limits the memory of the flat copies of gradients
+_BUCKET_BYTES: Final = 32 << 20  # limits the memory of the flat copies of gradients
 
 
 class ForwardPass(NamedTuple):
@@ -147,10 +147,10 @@ class Stage:
         if isolated is not None:
             isolated.check()
         results = []
-        for index, (leaf, (_, borrowed_gradients)) in enumerate(leaves_and_inputs):
+        for index, (leaf, (_, lent_gradients)) in enumerate(leaves_and_inputs):
             if isolated is not None:
                 isolated.move_gradients(index)
-            self._gradients.push(leaf.number, _take_gradients(self.parameters, borrowed_gradients))
+            self._gradients.push(leaf.number, _take_gradients(self.parameters, lent_gradients))
             results.append(BackwardResult(leaf.list_input_gradients(), self._pop_borrowed_gradients()))
         return results
 
@@ -161,14 +161,14 @@ class Stage:
         are computed immediately.
         """
         in_flight = self._in_flight.pop(number)()
-        [leaf], [(gradients, borrowed_gradients)] = in_flight.leaves, inputs
+        [leaf], [(gradients, lent_gradients)] = in_flight.leaves, inputs
         pairs = _pair_edges_with_gradients(leaf, gradients)
         if not leaf.differentiable_inputs and not self.borrowed:
-            in_flight.finish = lambda: _run_full_backward(pairs, self.parameters, borrowed_gradients)
+            in_flight.finish = lambda: _run_full_backward(pairs, self.parameters, lent_gradients)
         elif not self.borrowed and all(_reaches_input(edge.node) for edge, _ in pairs):
-            in_flight.finish = _start_split_backward(leaf, pairs, self.parameters, borrowed_gradients)
+            in_flight.finish = _start_split_backward(leaf, pairs, self.parameters, lent_gradients)
         else:  # a split backward pass would lose the weight gradients of outputs that don't depend on any input
-            taken_gradients = _run_full_backward(pairs, self.parameters, borrowed_gradients)
+            taken_gradients = _run_full_backward(pairs, self.parameters, lent_gradients)
             in_flight.finish = lambda: taken_gradients
         self._deferred[number] = in_flight
         return [BackwardResult(leaf.list_input_gradients(), self._pop_borrowed_gradients())]
@@ -190,7 +190,7 @@ class Stage:
             set_gradients(self.parameters, sum_pieces(pieces, num_leaves, add_gradients_))
             return
         positions = {parameter: number for number, parameter in enumerate(self.parameters)}
-        for bucket in partition_into_buckets(self.parameters, _SENT_BYTES):
+        for bucket in partition_into_buckets(self.parameters, _BUCKET_BYTES):
             bucket_parts = {
                 block: [parts[positions[parameter]] for parameter in bucket] for block, parts in pieces.items()
             }
@@ -255,7 +255,7 @@ class _Enter(torch.autograd.Function):
 def _start_forward(forward: ForwardPass) -> tuple[_Leaf, Sequence[Tensor | int]]:
     number, inputs, compute = forward
     input_grads: dict[int, Tensor] = {}
-    leaves = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
+    differentiable_inputs = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
     entered_values: Values = [
         _Enter.apply(value, input_grads, index) if isinstance(value, Tensor) and value.requires_grad else value
         for index, value in enumerate(inputs)
@@ -264,7 +264,7 @@ def _start_forward(forward: ForwardPass) -> tuple[_Leaf, Sequence[Tensor | int]]
     edges = [
         get_gradient_edge(output) if isinstance(output, Tensor) and output.requires_grad else None for output in outputs
     ]
-    return _Leaf(number, leaves, input_grads, len(inputs), edges), outputs
+    return _Leaf(number, differentiable_inputs, input_grads, len(inputs), edges), outputs
 
 
 def _detach(output: Tensor | int) -> Tensor | int:
@@ -301,25 +301,25 @@ def _run_backward(pairs: EdgeGradientPairs) -> None:
 
 
 def _run_full_backward(
-    pairs: EdgeGradientPairs, parameters: Sequence[nn.Parameter], borrowed_gradients: LentGradients
+    pairs: EdgeGradientPairs, parameters: Sequence[nn.Parameter], lent_gradients: LentGradients
 ) -> list[Tensor]:
     _run_backward(pairs)
-    return _take_gradients(parameters, borrowed_gradients)
+    return _take_gradients(parameters, lent_gradients)
 
 
 def _start_split_backward(
-    leaf: _Leaf, pairs: EdgeGradientPairs, parameters: Sequence[nn.Parameter], borrowed_gradients: LentGradients
+    leaf: _Leaf, pairs: EdgeGradientPairs, parameters: Sequence[nn.Parameter], lent_gradients: LentGradients
 ) -> Callable[[], list[Tensor]]:
     edges, gradients = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
     groups = backward_input(edges, gradients, leaf.differentiable_inputs, parameters)
     # Clone weight gradients that share memory with a tensor that is being sent, because gradients are added in place.
-    pointers = {gradient.data_ptr() for gradient in [*gradients, *leaf.input_grads.values()]}
+    sent_addresses = {gradient.data_ptr() for gradient in [*gradients, *leaf.input_grads.values()]}
 
     def finish() -> list[Tensor]:
         backward_weight(groups, parameters)
         return [
-            gradient.clone() if gradient.data_ptr() in pointers else gradient
-            for gradient in _take_gradients(parameters, borrowed_gradients)
+            gradient.clone() if gradient.data_ptr() in sent_addresses else gradient
+            for gradient in _take_gradients(parameters, lent_gradients)
         ]
 
     return finish
@@ -329,13 +329,13 @@ def _reaches_input(node: Node) -> bool:
     return any(reachable.name() == "_EnterBackward" for reachable in iterate_backward_nodes(node))
 
 
-def _take_gradients(parameters: Sequence[nn.Parameter], borrowed_gradients: LentGradients) -> list[Tensor]:
+def _take_gradients(parameters: Sequence[nn.Parameter], lent_gradients: LentGradients) -> list[Tensor]:
     """Return the gradients of `parameters`, and set their `grad` to None. Missing gradients are zeros.
 
-    Each gradient has the strides of its parameter. The gradients of lent parameters include `borrowed_gradients`, which
+    Each gradient has the strides of its parameter. The gradients of lent parameters include `lent_gradients`, which
     are added in their own dtype and in autograd's order.
     """
-    for parameter, gradient in borrowed_gradients:
+    for parameter, gradient in lent_gradients:
         parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
     taken_gradients = []
     for parameter in parameters:

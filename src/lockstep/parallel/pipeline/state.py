@@ -20,21 +20,22 @@ from lockstep.parallel.optimizer_state import GROUP_PREFIX, NamedParameter, get_
 def check_separable(make_optimizer: MakeOptimizer, ndims: Iterable[int], strategy: str) -> None:
     """Raise UsageError if the update of a parameter depends on other parameters, which can be on other ranks.
 
-    The check updates small parameters with these numbers of dims, once with a single optimizer and once with one
-    optimizer each, and compares the results. Their gradients are large enough for an optimizer with clipping to clip.
+    The check updates small parameters with these numbers of dims, once with a single optimizer and once with a
+    separate optimizer for each parameter, and compares the results. The gradients are so large that an optimizer that
+    clips gradients has to clip them.
     """
     shapes = [(dim, number) for dim in sorted(set(ndims)) for number in range(2)]
     joint = [_make_small_parameter(*shape) for shape in shapes]
-    one_by_one = [_make_small_parameter(*shape) for shape in shapes]
+    separate = [_make_small_parameter(*shape) for shape in shapes]
     optimizers = [
-        make_optimizer([(f"{index}", parameter)], compute_full_norms) for index, parameter in enumerate(one_by_one)
+        make_optimizer([(f"{index}", parameter)], compute_full_norms) for index, parameter in enumerate(separate)
     ]
     joint_optimizer = make_optimizer(
         [(f"{index}", parameter) for index, parameter in enumerate(joint)], compute_full_norms
     )
     for optimizer in [joint_optimizer, *optimizers] * 3:
         optimizer.step()
-    if not all(torch.equal(first, second) for first, second in zip(joint, one_by_one, strict=True)):
+    if not all(torch.equal(first, second) for first, second in zip(joint, separate, strict=True)):
         raise UsageError(
             f"strategy {strategy}: with optimizer {type(joint_optimizer).__name__}, the update of a parameter depends "
             f"on other parameters, for example because it clips all gradients together; clip with recipe.clip_norm, "
@@ -49,20 +50,20 @@ class OptimizerNames:
     def __init__(self, trained: Sequence[NamedParameter], optimizer: Optimizer) -> None:
         by_parameter = {parameter: name for name, parameter in trained}
         self._groups = [[by_parameter[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-        self._group_of = {name: number for number, names in enumerate(self._groups) for name in names}
-        self._index_of = {name: index for index, name in enumerate(self._group_of)}
+        self._group_by_name = {name: number for number, names in enumerate(self._groups) for name in names}
+        self._index_by_name = {name: index for index, name in enumerate(self._group_by_name)}
 
     def state(
         self, world: World, slots: OptimizerStateLayout, optimizer: Optimizer, primary: bool
     ) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
         """Return the optimizer state of the full model, with tensors as shards. All ranks must call this method.
 
-        The result has the same format as that of `optimizer_state` in a single process. `optimizer` is the optimizer of
-        this rank, and `slots` is the layout of its tensors. If several ranks have the same tensors, set `primary` on
-        exactly one of them.
+        The result has the same format as that of `get_optimizer_state` in a single process. `optimizer` is the
+        optimizer of this rank, and `slots` is the layout of its tensors. If several ranks have the same tensors, set
+        `primary` on exactly one of them.
         """
         tensors_here, scalars = get_optimizer_state(slots.trained, optimizer)
-        groups = self._global_group_numbers(slots.trained, optimizer)
+        groups = self._get_global_group_numbers(slots.trained, optimizer)
         tensors = {
             self._to_global_name(name, groups): slots.as_shard(name, tensor) for name, tensor in tensors_here.items()
         }
@@ -93,7 +94,7 @@ class OptimizerNames:
         scalars: Mapping[str, Any],
     ) -> None:
         """Load this rank's part of an optimizer state that `state` has returned. `tensors` are full tensors."""
-        groups = self._global_group_numbers(slots.trained, optimizer)
+        groups = self._get_global_group_numbers(slots.trained, optimizer)
         names = {name for name, _ in slots.trained}
         own_tensors: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
@@ -104,7 +105,7 @@ class OptimizerNames:
                     own_tensors[f"{GROUP_PREFIX}{groups.index(number)}/{slot}"] = tensor
             elif owner in names:
                 own_tensors[name] = slots.select_local_rows(name, tensor)
-            elif owner not in self._group_of:
+            elif owner not in self._group_by_name:
                 raise UsageError(
                     f"optimizer state: contains {owner}, which is not a parameter of this model; load a state that was "
                     f"saved with this model"
@@ -113,11 +114,11 @@ class OptimizerNames:
         own_scalars = {"slots": own_slots, "groups": [scalars["groups"][number] for number in groups]}
         load_optimizer_state(slots.trained, optimizer, own_tensors, own_scalars)
 
-    def _global_group_numbers(self, trained: Sequence[NamedParameter], optimizer: Optimizer) -> list[int]:
+    def _get_global_group_numbers(self, trained: Sequence[NamedParameter], optimizer: Optimizer) -> list[int]:
         """Return the group number in the full model's optimizer for each of this rank's parameter groups."""
         by_parameter = {parameter: name for name, parameter in trained}
         return [
-            self._group_of[by_parameter[group["params"][0]]] if group["params"] else number
+            self._group_by_name[by_parameter[group["params"][0]]] if group["params"] else number
             for number, group in enumerate(optimizer.param_groups)
         ]
 
@@ -130,8 +131,8 @@ class OptimizerNames:
     def _sort_key(self, name: str) -> int:
         owner = name.rpartition("/")[0]
         if owner.startswith(GROUP_PREFIX):
-            return len(self._index_of) + int(owner.removeprefix(GROUP_PREFIX))
-        return self._index_of[owner]
+            return len(self._index_by_name) + int(owner.removeprefix(GROUP_PREFIX))
+        return self._index_by_name[owner]
 
 
 def _make_small_parameter(ndim: int, parameter_index: int) -> Parameter:
@@ -143,10 +144,10 @@ def _make_small_parameter(ndim: int, parameter_index: int) -> Parameter:
 
 def _to_shard(tensor: MaybeSharded | None, spec: tuple[list[int], str], primary: bool) -> Shard:
     shape, dtype = spec
-    size = torch.Size(shape)
+    full_shape = torch.Size(shape)
     if isinstance(tensor, Shard):
         return tensor
     if tensor is not None:
-        return Shard(tensor, 0, size, primary)
-    kind = getattr(torch, dtype.removeprefix("torch."))
-    return Shard(torch.empty((0, *size[1:]), dtype=kind), 0, size, False)
+        return Shard(tensor, 0, full_shape, primary)
+    torch_dtype = getattr(torch, dtype.removeprefix("torch."))
+    return Shard(torch.empty((0, *full_shape[1:]), dtype=torch_dtype), 0, full_shape, False)

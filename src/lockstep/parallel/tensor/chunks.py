@@ -88,7 +88,7 @@ class Region:
     def distribute(self, rank: int, num_ranks: int, canonical_sum: CanonicalSum) -> None:
         """Keep only the chunks of rank `rank` of `num_ranks`.
 
-        From now on, sum over these ranks with `canonical_sum`.
+        From now on, `canonical_sum` sums over these ranks.
         """
         self.local_chunks = get_subrange(self.num_chunks, num_ranks, rank)
         self._canonical_sum = canonical_sum

@@ -58,10 +58,10 @@ def takes_routed_rows(module: nn.Module) -> bool:
 
 @final
 class Experts:
-    """Replaces the forward method of an expert module. Its parameters must have one row of dim 0 for each expert.
+    """Replaces the forward method of an expert module, whose parameters must have one row of dim 0 for each expert.
 
     By default, this rank computes the groups in `region.local_chunks`. To dispatch rows to other ranks, set
-    `compute_groups` to a Dispatch.
+    `compute_groups` to a Dispatcher.
     """
 
     def __init__(self, module: nn.Module, region: Region, group_size: int) -> None:
@@ -127,7 +127,7 @@ class Experts:
 
 
 def _find_group_indices(relative_experts: Tensor, group_size: int) -> Tensor:
-    """Return the positions of the indices in [0, count) in `relative_experts`, expert indices relative to a group."""
+    """Return the positions in `relative_experts` of the group's own experts: the values in [0, group_size)."""
     if not has_values(relative_experts):  # on the meta device, only the shapes matter, so select all pairs
         return torch.arange(len(relative_experts), device=relative_experts.device)
     return ((relative_experts >= 0) & (relative_experts < group_size)).nonzero().squeeze(1)
@@ -200,9 +200,9 @@ class Dispatcher:
 
         Returns the received rows of each tensor, in rank order. Rows that stay on this rank are copied.
         """
-        arrived = [tensor.new_empty(sum(received_counts), *tensor.shape[1:]) for tensor in tensors]
+        results = [tensor.new_empty(sum(received_counts), *tensor.shape[1:]) for tensor in tensors]
         sent, received = [], []
-        for tensor, received_tensor in zip(tensors, arrived, strict=True):
+        for tensor, received_tensor in zip(tensors, results, strict=True):
             parts = zip(
                 torch.split(tensor.contiguous(), [*sent_counts]),
                 torch.split(received_tensor, [*received_counts]),
@@ -215,7 +215,7 @@ class Dispatcher:
                     sent.append((outgoing, rank))
                     received.append((incoming, rank))
         transfer_tensors(self._carrier, sent, received)
-        return arrived
+        return results
 
     def _exchange_rows(
         self, sent_counts: Sequence[int], received_counts: Sequence[int], tensors: Sequence[Tensor]
@@ -256,19 +256,19 @@ class Dispatcher:
 
 
 class _GradientsBySource(torch.autograd.Function):
-    """Returns one alias of each parameter per source rank. Passes the gradient of each alias to `dispatch`."""
+    """Returns one alias of each parameter per source rank. Passes the gradient of each alias to `dispatcher`."""
 
     @staticmethod
-    def forward(ctx: Any, dispatch: Dispatcher, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.dispatch, ctx.count = dispatch, len(parameters)
+    def forward(ctx: Any, dispatcher: Dispatcher, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.dispatcher, ctx.count = dispatcher, len(parameters)
         ctx.set_materialize_grads(False)
-        return tuple(parameter.detach() for _ in range(dispatch.ranks) for parameter in parameters)
+        return tuple(parameter.detach() for _ in range(dispatcher.ranks) for parameter in parameters)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        for source in range(ctx.dispatch.ranks):
-            ctx.dispatch.accumulate_gradients(source, gradients[source * ctx.count : (source + 1) * ctx.count])
+        for source in range(ctx.dispatcher.ranks):
+            ctx.dispatcher.accumulate_gradients(source, gradients[source * ctx.count : (source + 1) * ctx.count])
         return None, *([None] * ctx.count)
 
 

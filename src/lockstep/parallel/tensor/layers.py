@@ -160,12 +160,12 @@ def _copy_forwards(region: Region, tensors_by_forward: Sequence[Sequence[Tensor]
                 for forward_gradients in gradients_by_forward
             ]
             totals.append(forwards.reduce_scatter(pieces, region.num_chunks))
-        gradients_out: list[Tensor | None] = [None] * (forwards.num_forwards * count)
+        input_gradients: list[Tensor | None] = [None] * (forwards.num_forwards * count)
         local_forwards = forwards.local_indices
-        gradients_out[local_forwards.start * count : local_forwards.stop * count] = [
+        input_gradients[local_forwards.start * count : local_forwards.stop * count] = [
             total[index] for index in range(len(local_forwards)) for total in totals
         ]
-        return gradients_out
+        return input_gradients
 
     return _split_by_forward(
         apply_linear_map(
@@ -191,10 +191,10 @@ class _ColumnMultiply(torch.autograd.Function):
     def forward(ctx: Any, forwards: ForwardGroup, region: Region, *operands: Tensor) -> tuple[Tensor, ...]:
         count = forwards.num_forwards
         biases, weights, local_NI = operands[:count], operands[count : 2 * count], operands[2 * count :]
-        ctx.forwards, ctx.region, ctx.biased = forwards, region, biases[0] is not None
+        ctx.forwards, ctx.region, ctx.has_bias = forwards, region, biases[0] is not None
         ctx.save_for_backward(weights[0], *local_NI)
         weight_OI = split_by_chunk(weights[0], region)
-        if not ctx.biased:
+        if not ctx.has_bias:
             return tuple(
                 inputs_NI @ chunk_OI.t() for inputs_NI in forwards.all_gather(local_NI) for chunk_OI in weight_OI
             )
@@ -217,7 +217,7 @@ class _ColumnMultiply(torch.autograd.Function):
                 torch.cat([gradient.sum(0) for gradient in forward_gradients])
                 for forward_gradients in gradients_by_forward
             ]
-            if ctx.biased
+            if ctx.has_bias
             else no_gradients
         )
         weight_grads: Sequence[Tensor | None] = no_gradients
@@ -292,9 +292,9 @@ def align(tensor: Tensor) -> Tensor:
 
 
 def _cast_operands(bias: Tensor | None, weight: Tensor, *inputs: Tensor) -> tuple[Any, ...]:
-    """Cast the operands to the autocast dtype, as for matrix products. No-op if autocast is disabled."""
-    kind = weight.device.type
-    if not torch.is_autocast_enabled(kind):
+    """Cast the operands to the autocast dtype, as autocast does for matrix products. No-op if autocast is disabled."""
+    device_type = weight.device.type
+    if not torch.is_autocast_enabled(device_type):
         return bias, weight, *inputs
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(device_type)
     return None if bias is None else bias.to(dtype), *(tensor.to(dtype) for tensor in (weight, *inputs))

@@ -172,22 +172,22 @@ class _CrossEntropy(torch.autograd.Function):
             for rows, part in zip(ctx.rows, logit_chunks, strict=True)
         ]
         # Shapes are [chunks, n]. From here on, all ranks compute the same values.
-        chunk_max, sums, target_logits = region.all_gather(torch.stack(statistics)).unbind(1)
+        chunk_max, exp_sums, target_logits = region.all_gather(torch.stack(statistics)).unbind(1)
         row_max = chunk_max.amax(0)
-        sums = sums * (chunk_max - row_max).exp()
-        added = sum_pieces(
-            {LeafBlock(chunk, 1): chunk_sum for chunk, chunk_sum in enumerate(sums)}, region.num_chunks, add_
+        exp_sums = exp_sums * (chunk_max - row_max).exp()
+        exp_total = sum_pieces(
+            {LeafBlock(chunk, 1): chunk_sum for chunk, chunk_sum in enumerate(exp_sums)}, region.num_chunks, add_
         )
-        ctx.save_for_backward(targets, row_max, added, *logit_chunks)
-        losses: Tensor = added.log() - (target_logits.amax(0) - row_max)
+        ctx.save_for_backward(targets, row_max, exp_total, *logit_chunks)
+        losses: Tensor = exp_total.log() - (target_logits.amax(0) - row_max)
         return losses.masked_fill(targets == ignore_index, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        targets, row_max, added, *parts = ctx.saved_tensors
+        targets, row_max, exp_total, *parts = ctx.saved_tensors
         gradient = gradient.masked_fill(targets == ctx.ignored, 0)
-        share = (gradient / added)[:, None]
+        share = (gradient / exp_total)[:, None]
         gradients = []
         for rows, part in zip(ctx.rows, parts, strict=True):
             inside, positions = _locate_targets(rows, targets)

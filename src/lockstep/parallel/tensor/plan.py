@@ -99,11 +99,11 @@ def split_into_chunks(model: nn.Module, plan: Plan, num_chunks: int) -> dict[str
 
 
 def find_region_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the modules that are computed chunk by chunk, or that have such a method."""
+    """Return the names of the modules that are computed chunk by chunk, or that have a method that is."""
     names = []
     for name, module in model.named_modules():
-        calls = (*module._forward_pre_hooks.values(), *vars(module).values())
-        if any(isinstance(hook, _RegionHook | _RegionMethod | Experts | ChunkedLookup | ChunkedHead) for hook in calls):
+        hooks = (*module._forward_pre_hooks.values(), *vars(module).values())
+        if any(isinstance(hook, _RegionHook | _RegionMethod | Experts | ChunkedLookup | ChunkedHead) for hook in hooks):
             names.append(name)
     return frozenset(names)
 

@@ -82,10 +82,10 @@ def make_sequence_parallel_units(
     sequences = SequenceChunks(
         require_sequence_task(problem.task), get_argument_names(model), local_chunks, exchange, scheduler
     )
-    across = world.make_canonical_sum(mesh, "tensor", side_stream=False)
-    along = world.make_carrier(mesh, "tensor", side_stream=False)
+    tensor_sum = world.make_canonical_sum(mesh, "tensor", side_stream=False)
+    tensor_carrier = world.make_carrier(mesh, "tensor", side_stream=False)
     forwards = SequenceForwards(
-        len(local_chunks), coordinate.tensor, mesh.tensor, across, along, scheduler, world.get_generators()
+        len(local_chunks), coordinate.tensor, mesh.tensor, tensor_sum, tensor_carrier, scheduler, world.get_generators()
     )
     for layer in find_split_layers(model).values():
         layer.region.sequence_forwards = forwards
@@ -108,9 +108,8 @@ def check_sequence_parallel(model: nn.Module, example: Inputs | None) -> None:
             call_model(model, example)
     except LockstepError:
         raise
-    except (
-        Exception
-    ):  # the model reads tensor values, so this can only be checked in training (parallel/cooperative.py)
+    except Exception:
+        # The model reads tensor values, so this can only be checked in training (parallel/cooperative.py).
         return
 
 
@@ -123,7 +122,7 @@ class _AttentionCheck(TorchFunctionMode):
         self._regions = [layer.region for layer in layers]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention and not any(chunks.is_running for chunks in self._regions):
+        if func is F.scaled_dot_product_attention and not any(region.is_running for region in self._regions):
             raise UsageError(
                 f"{_KEY}: the model calls attention outside the layers that recipe.model.chunks splits, where each "
                 f"process only holds its own chunks of a sequence; add the attention layers to recipe.model.plan, or "
@@ -196,7 +195,7 @@ class SequenceForwards:
         return self.scheduler.in_progress
 
     def enter(self, region: Region, call: partial[Any]) -> None:
-        """Announce that a forward pass of this rank calls `region`, so that ranks without a micro-batch also run it."""
+        """Announce that a forward pass of this rank calls `region`, so that the other ranks visit it."""
         states = [generator.get_state() for generator in self.generators]
         self.scheduler.exchange(_NEXT, self._share_visits, _RegionVisit(region, call, states))
 
@@ -205,7 +204,7 @@ class SequenceForwards:
         self.scheduler.exchange(_NEXT, self._share_visits, None)
 
     def visit_regions(self) -> None:
-        """Visit all regions that a different rank's forward pass enters, until it calls `leave`."""
+        """Visit all regions that a different rank's forward pass enters, until that rank calls `leave`."""
         while (visit := self.scheduler.exchange(_NEXT, self._share_visits, None)) is not None:
             for generator, state in zip(self.generators, visit.rng_states, strict=True):
                 generator.set_state(state.clone())  # torch 2.15 reads past the end of a view with a storage offset

@@ -122,12 +122,12 @@ def keep_local_chunks(model: nn.Module, world: World, mesh: Mesh) -> nn.Module:
     Returns the model.
     """
     rank = mesh.get_coordinates(world.rank).tensor
-    across = world.make_canonical_sum(mesh, "tensor", side_stream=False)
+    tensor_sum = world.make_canonical_sum(mesh, "tensor", side_stream=False)
     layers = find_split_layers(model)
     check_distributable(layers, mesh.tensor)
     keep_rows_of_rank(layers.values(), rank, mesh.tensor)
     for region in {id(layer.region): layer.region for layer in layers.values()}.values():
-        region.distribute(rank, mesh.tensor, across)
+        region.distribute(rank, mesh.tensor, tensor_sum)
     return model
 
 

@@ -53,7 +53,7 @@ class ChunkedHead:
         self.num_rows = module.out_features  # number of rows of the full weight
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Return the logits: in training, this rank's chunks (Logits), and in evaluation, the full logits."""
+        """Return the logits: in training, this rank's chunks (ChunkedLogits), and in evaluation, the full logits."""
         module = self.module
         flat = compute_columns(self.region, module.bias, module.weight, inputs.reshape(-1, inputs.shape[-1]))
         parts = [logits.view(*inputs.shape[:-1], -1) for logits in flat]
@@ -68,7 +68,7 @@ class ChunkedHead:
 
 
 class _LookupFunction(torch.autograd.Function):
-    """Looks up the embeddings [n, d] of `ids` [n]. The embedding of the ID `padding` gets no gradient."""
+    """Looks up the embeddings [n, d] of `ids` [n]. The embedding of the ID `padding_index` gets no gradient."""
 
     @staticmethod
     def forward(
