@@ -171,8 +171,8 @@ def _find_classes(table: pyarrow.Table, targets: list[str], kind: str | None) ->
             f"set a single column, or recipe.data.options.kind=regression"
         )
     classes = sorted(value for value in column.unique().to_pylist() if value is not None)
-    many = len(classes) > _MAX_CLASSES or (len(classes) > _MAX_SPARSE_CLASSES and 10 * len(classes) > len(table))
-    if kind is None and types.is_integer(column.type) and many:
+    is_unclear = len(classes) > _MAX_CLASSES or (len(classes) > _MAX_SPARSE_CLASSES and 10 * len(classes) > len(table))
+    if kind is None and types.is_integer(column.type) and is_unclear:
         raise UsageError(_format_kind_hint(table, targets[0], classes))
     return classes
 
