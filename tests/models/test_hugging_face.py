@@ -102,7 +102,7 @@ def test_pickled_weights_are_not_loaded(tmp_path: Path) -> None:
         ("gpt2", {"n_emb": 16}, TOKENS, False, "options.n_emb: gpt2 has no such setting; did you mean 'n_embd'"),
         ("vit", {}, TOKENS, False, "transformers has no vit for language modeling"),
         ("llama", {}, TOKENS, True, "a model type has no weights"),
-        ("gpt2", {"attn_implementation": "flash_attention_2"}, TOKENS, False, "use sdpa, the default"),
+        ("gpt2", {"attn_implementation": "flash_attention_2"}, TOKENS, False, r"use sdpa \(the default"),
     ],
 )
 def test_what_cannot_be(name: str, options: dict[str, Any], facts: dict[str, Any], pretrained: bool, said: str) -> None:

@@ -39,9 +39,9 @@ class DataSet:
     - `validation`: The validation split. If it is None, evaluations are skipped.
     - `facts`: The dataset properties as JSON-serializable values, which are saved in checkpoints. For example, `shape`
       is the shape of the samples that the model receives. See tasks/find.py for the properties that each task needs.
-    - `files`: Two functions that return the file name of a training sample and of a validation sample by index. Set
-      this for datasets whose samples can be skipped.
-    - `skipped`: Returns a bool tensor of shape [n], which marks the samples of a batch that were skipped.
+    - `files`: Two functions that return the file name of a sample by index, the first for the training split, and the
+      second for the validation split. Set this for datasets whose samples can be skipped.
+    - `skipped`: Takes a batch, and returns a bool tensor of shape [n] that marks the samples that were skipped.
     - `name`: Returns a description of a training sample that has no file, such as its row or the start of its text.
     - `validation_name`: The same for a validation sample.
     - `warnings`: A warning for each setting that is valid but probably not intended.
@@ -89,7 +89,7 @@ class DeviceTransforms(Protocol):
         """Prepare a fetched training batch on the CPU. Return the tensors to copy to the device."""
 
     def transform_training_batch(self, batch: Batch, step: int, index: int) -> Batch:
-        """Transform a training batch. `batch` is the result of `prepare` on the device.
+        """Transform a training batch. `batch` is the result of `prepare`, copied to the device.
 
         `index` is the index of the micro-batch in step `step`.
         """

@@ -17,7 +17,7 @@ def stack_samples(label: str, samples: Sequence[Any], indices: Sequence[int]) ->
     """Stack samples of the same structure into a batch of this structure, along a new dim 0.
 
     Each value in the structure must be a list of numbers, or a value that data/images/leaves.py supports. Error
-    messages contain `label`, the name of the dataset, and the sample index from `indices`. Raises UsageError if the
+    messages contain `label` (the name of the dataset) and the sample index from `indices`. Raises UsageError if the
     samples differ in structure, shape or dtype.
     """
     trees = [
@@ -35,7 +35,7 @@ def stack_samples(label: str, samples: Sequence[Any], indices: Sequence[int]) ->
                 f"recipe.data.collate to a function"
             )
     batch = [
-        _stack_samples(
+        _stack_leaf(
             label, _format_leaf_name(path, trees[0]), [sample_leaves[path] for sample_leaves in leaves], indices
         )
         for path in leaves[0]
@@ -84,11 +84,11 @@ def _convert_leaves(label: str, sample: Any) -> Batch:
     return map_with_paths(convert_leaf, _to_plain_containers(sample))
 
 
-def _stack_samples(label: str, leaf_name: str, tensors: list[Tensor], sample_indices: Sequence[int]) -> Tensor:
-    sample_numbers = {(leaf.shape, leaf.dtype): number for leaf, number in zip(tensors, sample_indices, strict=True)}
-    if len(sample_numbers) > 1:
+def _stack_leaf(label: str, leaf_name: str, tensors: list[Tensor], sample_indices: Sequence[int]) -> Tensor:
+    example_indices = {(leaf.shape, leaf.dtype): number for leaf, number in zip(tensors, sample_indices, strict=True)}
+    if len(example_indices) > 1:
         description = ", ".join(
-            f"{list(shape)} and {dtype} (sample {number})" for (shape, dtype), number in sample_numbers.items()
+            f"{list(shape)} and {dtype} (sample {number})" for (shape, dtype), number in example_indices.items()
         )
         raise UsageError(
             f"{label}: {leaf_name}: samples differ in shape or dtype: {description}; return the same shape and dtype "

@@ -30,13 +30,14 @@ _PYTHON_GENERATOR: Final[Any] = python_random.seed.__self__  # type: ignore[attr
 class MapStyleSplit:
     """Wraps a map-style dataset for a custom training loop.
 
-    Samples can be any objects that `collate` converts to a batch with samples along dim 0. Before each sample, the
-    global RNGs are seeded from the key of the epoch and the sample index, so random augmentations don't depend on the
-    rank that fetches the sample. If `collate` is None, the tensors of a TensorDataset are indexed directly.
+    Samples can be any objects that `collate` converts to a batch with samples along dim 0. Before each sample is
+    fetched, the global RNGs are seeded from the key of the epoch and the sample index, so random augmentations don't
+    depend on the rank that fetches the sample. If `collate` is None, the tensors of a TensorDataset are indexed
+    directly.
     """
 
     def __init__(self, dataset: Any, collate: Collate | None, label: str = "") -> None:
-        # If the dataset is a stream, the digest of its shards and samples.
+        # The digest of the shards and samples if the dataset is a stream, or None.
         self.stream_digest = dataset.digest if isinstance(dataset, ShardedDataset) else None
         self._label = label or (
             dataset.label if isinstance(dataset, ShardedDataset) else f"dataset {type(dataset).__name__}"
@@ -87,9 +88,8 @@ class ImportedSplit:
         self.dataset = dataset
         self._class_names = class_names
         self._collate = collate
-        self._length = _get_length(
-            label, dataset
-        )  # read once, because the steps of the run are planned from this length
+        # Read the length only once, because the steps of the run are planned from it.
+        self._length = _get_length(label, dataset)
 
     def __len__(self) -> int:
         return self._length

@@ -70,8 +70,8 @@ class Loader:
     """Loads the training micro-batches and validation batches of a rank.
 
     - `data_rank`: The position of this rank among the ranks that split the data.
-    - `select_dummy`: Returns the index of a micro-batch of the step, or None. This micro-batch is computed as a dummy
-      before the micro-batches of this rank.
+    - `select_dummy`: Returns the index of a micro-batch of the step that this rank computes as a dummy before its own
+      micro-batches, or None.
     - `weighting`: Computes the weights of batches. By default, the weight of a batch is its number of samples.
     - `unreadable`: The indices of the unreadable training samples, and those of the unreadable validation samples.
     """
@@ -95,7 +95,7 @@ class Loader:
         self._copies = DeviceCopier(self.device)
         self._training_copies = [DeviceCopier(device) for device in self.devices] or [self._copies]
         self._skipped = self.data.skipped if self.data_rank.counts_microbatches else None
-        self._rank_spans = cache(self._compute_rank_spans)
+        self._get_rank_spans = cache(self._compute_rank_spans)
         # Cache the sample orders of two epochs, because loader processes can be one epoch ahead.
         self._order = lru_cache(2)(
             self.order or (lambda epoch: make_shuffled_order(self.seed, epoch, len(self.data.train)))
@@ -116,7 +116,7 @@ class Loader:
                 )
 
     def fetch_microbatch(self, step: Step, index: int) -> MicroBatch:
-        """Fetch micro-batch `index` of `step` as a dummy. Doesn't use a loader process."""
+        """Fetch micro-batch `index` of `step` without a loader process, and mark it as a dummy."""
         [(span, request)] = self._plan_requests([(step, [self._make_span(step.samples, index, is_dummy=True)])])[
             0
         ].requests
@@ -132,12 +132,12 @@ class Loader:
     def iterate_validation_batches(self, batch_size: int) -> Iterator[tuple[int | None, Batch, Weight]]:
         """Yield the validation batches of this rank as (number, batch, weight) tuples.
 
-        Batch j contains `batch_size` samples from sample j * batch_size on. The last batch may be smaller. The number
-        is None if this rank must not count the batch, so that each sample is counted exactly once across all ranks:
+        Batch j contains `batch_size` samples, starting at sample j * batch_size. The last batch may be smaller. Each
+        sample is counted exactly once across all ranks. Therefore, the number is None in these cases:
 
-        - A batch may be counted by another rank.
-        - If all ranks of a replica must evaluate the same number of batches, ranks without a batch evaluate batch 0
-          again as padding.
+        - Another rank counts the batch.
+        - The batch is padding. If all ranks of a replica must evaluate the same number of batches, ranks without a
+          batch evaluate batch 0 again.
         """
         split = self.data.validation
         assert split is not None
@@ -148,10 +148,10 @@ class Loader:
         with _open_fetcher(split, requests, self.num_workers, self.device) as fetch:
             copied = (self._start_evaluation_transfer(request, fetch(request)) for request in requests)
             transfers = prefetch(copied, self._copies.steps_ahead)
-            for number, (weight, arrival) in zip(numbers, transfers, strict=True):
+            for number, (weight, finish_copy) in zip(numbers, transfers, strict=True):
                 yield (
                     number if self.data_rank.reports_results else None,
-                    self.transforms.transform_evaluation_batch(arrival()),
+                    self.transforms.transform_evaluation_batch(finish_copy()),
                     weight,
                 )
 
@@ -172,8 +172,8 @@ class Loader:
             first_step = block.stop
 
     def _compute_step_spans(self, step: Step) -> tuple[Step, list[_MicroBatchSpan]]:
-        share, extra = self._rank_spans(step.samples), self.select_dummy and self.select_dummy(step)
-        return step, share if extra is None else [self._make_span(step.samples, extra, is_dummy=True), *share]
+        own_spans, dummy = self._get_rank_spans(step.samples), self.select_dummy and self.select_dummy(step)
+        return step, own_spans if dummy is None else [self._make_span(step.samples, dummy, is_dummy=True), *own_spans]
 
     def _plan_requests(self, step_spans: Sequence[tuple[Step, Sequence[_MicroBatchSpan]]]) -> list[_StepPlan]:
         """Return a plan for each step in `step_spans`.
@@ -206,8 +206,8 @@ class Loader:
     def _start_transfer(self, span: _MicroBatchSpan, request: Request, batch: Batch) -> _Transfer:
         skipped = [] if span.is_dummy or self._skipped is None else self._find_unreadable_samples(request, batch)
         copies = self._training_copies[span.microbatch_index % len(self._training_copies)]
-        arrival = copies.start_copy(self.transforms.prepare(batch, request))
-        return _Transfer(span, skipped, self._compute_weight(request, batch), arrival)
+        finish_copy = copies.start_copy(self.transforms.prepare(batch, request))
+        return _Transfer(span, skipped, self._compute_weight(request, batch), finish_copy)
 
     def _start_evaluation_transfer(self, request: Request, batch: Batch) -> tuple[Weight, FinishCopy]:
         self.unreadable[1].update(self._find_unreadable_samples(request, batch))
@@ -254,7 +254,8 @@ def _open_fetcher(
         yield lambda request: split.fetch(*request)
         return
     advice = f"; make sure that /dev/shm is writable, {_SHM_ADVICE}"
-    # Check this first, because the destructor of torch's DataLoader iterator raises if its constructor failed.
+    # Check first that a lock can be created, because the destructor of torch's DataLoader iterator raises if its
+    # constructor failed.
     with convert_os_error(PreflightError, "placement.workers: cannot start loader processes", advice):
         multiprocessing.get_context("fork").Lock()
     loader: DataLoader[Any] = DataLoader(

@@ -73,7 +73,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     train = Mixture(train_splits, counts)
     validation_splits = [dataset.validation for dataset in datasets.values() if dataset.validation is not None]
 
-    def name(number: int) -> str:
+    def describe_sample(number: int) -> str:
         return f"of {[*datasets][train.get_source_index(number)]}"
 
     return DataSet(
@@ -83,7 +83,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         else None,
         facts=next(iter(datasets.values())).facts,
         skipped=next((dataset.skipped for dataset in datasets.values() if dataset.skipped is not None), None),
-        name=name,
+        name=describe_sample,
         warnings=tuple(warning for dataset in datasets.values() for warning in dataset.warnings),
         question=next((dataset.question for dataset in datasets.values() if dataset.question), ""),
     )

@@ -68,10 +68,10 @@ def count_training_samples(name: str, root: str, options: Mapping[str, Any]) -> 
     if name == "folder":
         from lockstep.data.images.scan import scan_folder
 
-        shares = options.get("validation"), options.get("validation_per_class")
-        if all(share is None or isinstance(share, int | float) for share in shares):
+        fractions = options.get("validation"), options.get("validation_per_class")
+        if all(fraction is None or isinstance(fraction, int | float) for fraction in fractions):
             with suppress(UsageError):
-                return len(scan_folder(root, *shares).train)
+                return len(scan_folder(root, *fractions).train)
         return None
     return None if ":" in name else _get_source_info(name).num_training_samples
 
@@ -87,12 +87,13 @@ def open_data(request: DataRequest) -> DataSet:
     from lockstep.data.options import build_options, find_option_errors
 
     source = cast(Source, import_module(f"lockstep.data.{_get_source_info(request.name).module}"))
-    problems = [
+    unsupported_collate = [
         f"collate: {request.collate} is only supported by your own datasets and by {_COLLATE_DATASET}; remove it"
     ]
-    collate = problems if request.collate and request.name != _COLLATE_DATASET else []
+    collate_problems = unsupported_collate if request.collate and request.name != _COLLATE_DATASET else []
     _raise_on_problems(
-        request.name, [*collate, *find_unsupported_keys(request), *find_option_errors(source.Options, request.options)]
+        request.name,
+        [*collate_problems, *find_unsupported_keys(request), *find_option_errors(source.Options, request.options)],
     )
     return source.open_data(request, build_options(source.Options, request.options))
 

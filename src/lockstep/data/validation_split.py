@@ -22,9 +22,9 @@ def is_held_out(name: str, fraction: float) -> bool:
 
 
 def select_held_out(names: Sequence[str], fraction: float) -> list[str]:
-    """Return the `fraction * len(names)` names with the lowest hashes, where the number of names is rounded.
+    """Return the `round(fraction * len(names))` names with the lowest hashes.
 
-    Unless the fraction is 0 or there is only one name, at least one name is selected and at least one is left. If names
+    Unless the fraction is 0 or there is only one name, at least one name is selected and at least one isn't. If names
     are added later, the selection changes as little as possible.
     """
     count = min(max(round(fraction * len(names)), 1), len(names) - 1) if fraction else 0

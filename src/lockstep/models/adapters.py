@@ -16,7 +16,7 @@ from lockstep.errors import UsageError
 from lockstep.models.freezing import keep_in_eval_mode
 
 _KEY: Final = "recipe.model.lora"
-_ADAPTER: Final = "default"  # adapter name in peft, which supports several adapters per layer
+_ADAPTER_NAME: Final = "default"  # adapter name in peft, which supports several adapters per layer
 _ADAPTER_MARKS: Final = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")
 
 
@@ -46,7 +46,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     module matches.
     """
     try:
-        _import_peft().inject_adapter_in_model(make_peft_config(lora), model, _ADAPTER)
+        _import_peft().inject_adapter_in_model(make_peft_config(lora), model, _ADAPTER_NAME)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise UsageError(f"{_KEY}: {str(error).splitlines()[0]}") from error
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -61,8 +61,8 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
 
 def merge_adapters(model: nn.Module) -> bool:
     """Merge all adapters into the weights of their layers. Return whether the model had any adapters."""
-    paths = [name for name, _ in model.named_modules() if name.endswith(f".lora_A.{_ADAPTER}")]
-    paths += [name for name, _ in model.named_parameters() if name.endswith(f".lora_embedding_A.{_ADAPTER}")]
+    paths = [name for name, _ in model.named_modules() if name.endswith(f".lora_A.{_ADAPTER_NAME}")]
+    paths += [name for name, _ in model.named_parameters() if name.endswith(f".lora_embedding_A.{_ADAPTER_NAME}")]
     for path in paths:
         name = path.rpartition(".lora_")[0]
         layer: Any = model.get_submodule(name)
@@ -92,8 +92,10 @@ def make_peft_config(lora: Lora, modules_to_save: Sequence[str] = ()) -> Any:
 
 
 def to_peft_names(tensors: Mapping[str, Tensor], modules_to_save: Sequence[str]) -> dict[str, Tensor]:
-    """Return the tensors of the adapters and of `modules_to_save` by the names that peft uses in its files."""
-    adapters = {name.replace(f".{_ADAPTER}.", "."): tensor for name, tensor in tensors.items() if has_adapters([name])}
+    """Return the tensors of the adapters and of `modules_to_save`, keyed by the names that peft uses in its files."""
+    adapters = {
+        name.replace(f".{_ADAPTER_NAME}.", "."): tensor for name, tensor in tensors.items() if has_adapters([name])
+    }
     fully_trained = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] in modules_to_save}
     return {f"base_model.model.{name}": tensor for name, tensor in {**adapters, **fully_trained}.items()}
 

@@ -51,10 +51,10 @@ def _compute_size_before_last_stage(image_size: int, heads: int, last_stride: in
         raise UsageError(f"model botnet50: last_stride must be 1 or 2, got {last_stride}")
     if heads < 1 or _CHANNELS % heads:
         raise UsageError(f"model botnet50: {heads} heads do not divide {_CHANNELS} channels; use a power of two")
-    pixels = 16 * last_stride
-    if image_size < pixels or image_size % pixels:
-        nearest = max(pixels, round(image_size / pixels) * pixels)
-        raise UsageError(f"model botnet50: image_size {image_size} is not a multiple of {pixels}; use {nearest}")
+    divisor = 16 * last_stride
+    if image_size < divisor or image_size % divisor:
+        nearest = max(divisor, round(image_size / divisor) * divisor)
+        raise UsageError(f"model botnet50: image_size {image_size} is not a multiple of {divisor}; use {nearest}")
     return image_size // 16
 
 

@@ -58,12 +58,12 @@ class ModelSummary:
     @property
     def dims(self) -> tuple[int, ...]:
         """The sorted distinct numbers of dims of the trained parameters."""
-        return tuple(sorted({len(form.shape) for form in self.trained_parameters.values()}))
+        return tuple(sorted({len(spec.shape) for spec in self.trained_parameters.values()}))
 
     def with_parameter_dtype(self, dtype: torch.dtype | None) -> "ModelSummary":
         """Return the summary of the model with its parameters converted to `dtype`, unless `dtype` is None."""
-        trained = {name: form.cast(dtype) for name, form in self.trained_parameters.items()}
-        tensors = {name: form if name in self.buffers else form.cast(dtype) for name, form in self.tensors.items()}
+        trained = {name: spec.cast(dtype) for name, spec in self.trained_parameters.items()}
+        tensors = {name: spec if name in self.buffers else spec.cast(dtype) for name, spec in self.tensors.items()}
         return replace(self, tensors=tensors, trained_parameters=trained)
 
 

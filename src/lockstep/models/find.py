@@ -83,7 +83,9 @@ def build_model(
         adapts_weights = pretrained and origin == "torchvision"
         model = load_matching_weights(name, factory, arguments) if adapts_weights else factory(**arguments)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model {name}: expected a torch.nn.Module, got {describe_type(model)}; correct the function")
+        raise UsageError(
+            f"model {name}: expected a torch.nn.Module, got {describe_type(model)}; return one from the model function"
+        )
     if torch.get_default_device().type != "meta":
         meta_names = [path for path, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
         if meta_names:
@@ -175,7 +177,7 @@ def _format_unknown_model_message(name: str, source: Source) -> str:
     if os.sep in name and source == "auto":
         folder_problem = "a folder without config.json" if os.path.isdir(name) else "no such folder"
         return (
-            f"model {name}: {folder_problem}; use a folder that save_pretrained of transformers wrote, or the name of "
+            f"model {name}: {folder_problem}; use a folder that transformers' save_pretrained wrote, or the name of "
             f"a model"
         )
     default_problem = "not found in Lockstep, timm or torchvision"

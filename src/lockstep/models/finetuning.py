@@ -49,19 +49,19 @@ def build_finetuned(
     after adding the adapters, and all other weights are loaded before.
     """
     model = build()
-    adapted = tuning.lora is not None and first_weights is not None and first_weights.has_adapters
-    if first_weights is not None and not adapted:
+    weights_have_adapters = tuning.lora is not None and first_weights is not None and first_weights.has_adapters
+    if first_weights is not None and not weights_have_adapters:
         first_weights.load_into(model)
     if tuning.lora is not None:
         add_adapters(model, tuning.lora)
-    if first_weights is not None and adapted:
+    if first_weights is not None and weights_have_adapters:
         first_weights.load_into(model)
     if tuning.freeze_patterns:
         freeze(model, tuning.freeze_patterns)
     if tuning.freezes_batchnorm:
         freeze_batchnorm(model)
     if tuning.uses_reference:
-        if adapted:
+        if weights_have_adapters:
             raise UsageError(
                 "recipe.task: dpo cannot start from weights with adapters, because its reference would be the model "
                 "without the adapters; merge them with `lockstep export --to safetensors`, and start from that file"

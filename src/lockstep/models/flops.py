@@ -40,7 +40,10 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def count_backward_flops(counter: FlopCounter, outputs: object) -> int | None:
-    """Count the FLOPs of a backward pass from `outputs`. Return the total of `counter`, or None if it fails."""
+    """Count the FLOPs of a backward pass from `outputs`, and return the total of `counter`.
+
+    Returns None if no output requires a gradient, or if the backward pass fails.
+    """
     tensors = [tensor for tensor in get_tensors(outputs) if tensor.requires_grad]
     if not tensors:
         return None

@@ -21,14 +21,15 @@ from lockstep.errors import UsageError, convert_error
 
 Kind = Literal["CausalLM", "ImageClassification", "SequenceClassification"]
 
-_TASKS: Final[Mapping[Kind, tuple[str, str]]] = {  # a description of the task, and a model type that supports it
+# A description of each task, and an example of a model type that supports it.
+_TASKS: Final[Mapping[Kind, tuple[str, str]]] = {
     "CausalLM": ("language modeling", "llama"),
     "ImageClassification": ("image classification", "vit"),
     "SequenceClassification": ("text classification", "distilbert"),
 }
 # "sdpa" calls torch's attention function, and "eager" doesn't use fused kernels. Any other implementation uses its own
 # kernels, which may not be deterministic.
-_ATTENTION: Final = ("sdpa", "eager")
+_ATTENTION_IMPLEMENTATIONS: Final = ("sdpa", "eager")
 _OTHER_OPTIONS: Final = ("attn_implementation", "revision")  # options that aren't config fields
 _CLASS_FIELDS: Final = ("num_labels", "id2label", "label2id")
 _GENERAL_FIELDS: Final = (*_CLASS_FIELDS, "tie_word_embeddings")
@@ -54,10 +55,10 @@ def build_transformers_model(
     """
     library = _import_transformers(name)
     attention = options.get("attn_implementation")
-    if attention is not None and attention not in _ATTENTION:
+    if attention is not None and attention not in _ATTENTION_IMPLEMENTATIONS:
         raise UsageError(
             f"model {name}: attn_implementation {attention!r} is not supported, since its kernels may not be "
-            f"deterministic; use sdpa, the default if the model has it, or eager"
+            f"deterministic; use sdpa (the default if the model supports it) or eager"
         )
     with _shorten_errors(name):
         config = _make_config(library, name, options, dataset_info, pretrained)
@@ -67,7 +68,7 @@ def build_transformers_model(
         task, example = _TASKS[get_model_kind(dataset_info)]
         raise UsageError(
             f"model {name}: transformers has no {config.model_type} for {task}, which the data requires; choose a "
-            f"model type that supports it, such as {example}"
+            f"model type for this task, such as {example}"
         )
     if not pretrained:
         with _shorten_errors(name):
@@ -149,7 +150,7 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 @contextmanager
 def _shorten_errors(name: str) -> Iterator[None]:
-    """Convert config errors of transformers to a UsageError with a message of a single line."""
+    """Convert config errors of transformers to a UsageError with a single-line message."""
     try:
         yield
     except UsageError:

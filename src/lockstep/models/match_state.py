@@ -22,7 +22,7 @@ class MatchReport:
 
     - `copied`: The model tensors that were copied from the file.
     - `initialized`: The model tensors that kept their initial values.
-    - `unused`: The tensors in the file that aren't in the model.
+    - `unused`: The tensors in the file that weren't copied.
     """
 
     copied: tuple[str, ...]

@@ -55,7 +55,7 @@ def find_nondeterministic_calls(
 ) -> list[NondeterministicCall]:
     """Return the operations of a step on `inputs` that have no deterministic kernel on CUDA.
 
-    The operations are listed once, in order of occurrence. If `training` is True, a forward and a backward pass in
+    Each operation is listed once, in order of occurrence. If `training` is True, a forward and a backward pass in
     training mode are checked. Otherwise, only a forward pass in evaluation mode is checked. `build` returns the model,
     whose weights may have any values. No GPU is required or used. If the model raises an error, returns an empty list,
     because the first step of the run reports the same error.
@@ -89,7 +89,7 @@ def _record_on_cpu(
 def _use_fake_cuda() -> Iterator[Callable[[Tensor], Tensor]]:
     """Yield a function that converts a tensor to a fake CUDA tensor."""
     original_init: Any = fake_tensor.init_gpu_context
-    # Don't initialize CUDA, because this process may only start the ranks, and would keep GPU memory allocated. Only
+    # Don't initialize CUDA, because this process may only start the ranks, but would keep GPU memory allocated. Only
     # torch's backward engine needs CUDA, and `_run_backward` replaces it.
     fake_tensor.init_gpu_context = cache(lambda device: None)
     try:
@@ -194,7 +194,7 @@ def _format_module(path: str, module: nn.Module) -> str:
 def _run_backward(loss: Tensor, recorder: _Recorder) -> None:
     """Run the backward pass from `loss` node by node, in reverse order of creation.
 
-    torch's backward engine can't be used, because it queries the driver for the device of a fake tensor, which may not
+    torch's backward engine can't be used, because it queries the driver for a fake tensor's device, which may not
     exist. As in torch's engine, each gradient is reduced to the shape and dtype of its tensor.
     """
     if loss.grad_fn is None:

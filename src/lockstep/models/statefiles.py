@@ -1,6 +1,6 @@
-"""Reads tensors from safetensors files, files of torch.save, transformers folders and DeepSpeed checkpoints.
+"""Reads tensors from safetensors files, torch.save files, transformers folders and DeepSpeed checkpoints.
 
-This module never runs code in a file. Files of torch.save are pickles, so they are loaded with `weights_only`.
+This module never runs code in a file. torch.save files are pickles, so they are loaded with `weights_only`.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from lockstep.errors import UsageError, convert_error
 from lockstep.models.deepspeed_folders import check_full_precision, find_model_file
 
 _SAFETENSORS: Final = ".safetensors"
-_TORCH: Final = (".bin", ".ckpt", ".pt", ".pth", ".pth.tar", ".pyth")
+_TORCH_SUFFIXES: Final = (".bin", ".ckpt", ".pt", ".pth", ".pth.tar", ".pyth")
 _FILES: Final = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors")
 _INDEX: Final = "model.safetensors.index.json"
 _MAX_INDEX_BYTES: Final = 1 << 26  # maximum size of the index
@@ -43,10 +43,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise UsageError(f"{path}: not a regular file; use a file with tensors, a folder with such a file, or a run")
     if path.suffix == _SAFETENSORS:
         return _read_safetensors(path)
-    if path.name.endswith(_TORCH):
+    if path.name.endswith(_TORCH_SUFFIXES):
         return _read_torch(path)
     raise UsageError(
-        f"{path}: unknown file type; use a file that ends in {', '.join([_SAFETENSORS, *_TORCH])}, or a folder"
+        f"{path}: unknown file type; use a file that ends in {', '.join([_SAFETENSORS, *_TORCH_SUFFIXES])}, or a folder"
     )
 
 
@@ -125,7 +125,7 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
                 f"{path}: contains more than tensors, and is not loaded, since it could run code; if you trust it, "
                 f"load it yourself and save its state_dict() with safetensors.torch.save_file"
             ) from error
-        raise UsageError(f"{path}: not a complete file of torch.save: {error}; write or download it again") from error
+        raise UsageError(f"{path}: not a complete torch.save file: {error}; write or download it again") from error
     return _find_state_dict(content, path)
 
 

@@ -18,7 +18,7 @@ TaskReport = dict[str, Any]  # must be JSON-serializable
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A slice of the global batch, which a rank computes as a unit. It has the same shape on every rank.
+    """A slice of the global batch, which a rank processes as a unit. It has the same shape on every rank.
 
     - `index`: The index of the micro-batch in the step.
     - `num_samples`: The number of samples, which are along dim 0 of each tensor in `batch`.

@@ -207,7 +207,7 @@ def check_loss(loss: Loss, num_classes: int, targets: Tensor) -> None:
 def check_targets(label: str, targets: Tensor, sample_indices: Sequence[int], num_classes: int) -> None:
     """Raise UsageError if a target isn't valid for Classification.
 
-    The message contains `label`, the name of the dataset, and the index of the sample from `sample_indices`.
+    The message contains `label` (the name of the dataset) and the index of the sample from `sample_indices`.
     """
     floating = targets.is_floating_point()
     if targets.shape[1:] != ((num_classes,) if floating else ()):

@@ -36,7 +36,7 @@ from lockstep.tasks.custom_loss import is_mean
 Metric = Callable[[Any, Batch], Mapping[str, Any]]
 Metrics = Mapping[str, Metric]  # maps import paths to metrics
 
-_CONTRACT: Final = "see docs/extend.md"
+_DOCS_HINT: Final = "see docs/extend.md"
 _MEMBERS: Final = (
     *("counts_samples", "unit", "fractions", "monitor"),
     *("inputs", "weight", "loss", "sums", "figures", "details", "report", "check"),
@@ -98,10 +98,10 @@ class CustomTask:
     def loss(self, outputs: Any, batch: Batch) -> Loss:
         """See Task."""
         loss = self._call_member("loss", outputs, batch)
-        learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in get_tensors(outputs))
+        needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in get_tensors(outputs))
         if isinstance(loss, Mapping):
-            return {str(name): self._check_loss(value, f" for {name}", learns) for name, value in loss.items()}
-        return self._check_loss(loss, "", learns)
+            return {str(name): self._check_loss(value, f" for {name}", needs_gradient) for name, value in loss.items()}
+        return self._check_loss(loss, "", needs_gradient)
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """See Task."""
@@ -181,7 +181,7 @@ class CustomTask:
         weight = self.weight(batch)
         check_same_names(loss, weight, self._name)
         if not add_losses(loss).isfinite():
-            return  # arbitrary outputs may be invalid, as for a logarithm; the first step checks actual outputs
+            return  # arbitrary outputs may be invalid, such as in a logarithm; the first step checks actual outputs
         losses = {name: value.detach().double() for name, value in make_loss_sums(loss, weight).items()}
         counts = {**add_total(losses), "samples": torch.tensor(samples)}
         sums = {**self.sums(values, batch), **self.details(values, batch)}
@@ -273,7 +273,7 @@ def add_metrics(task: Task, paths: Sequence[str]) -> Task:
 
 def find_metrics(paths: Sequence[str]) -> dict[str, Metric]:
     """Import the metrics at the import paths. Raises UsageError if one isn't a function."""
-    return {path: import_callable(path, "metric", f"a function ({_CONTRACT})") for path in paths}
+    return {path: import_callable(path, "metric", f"a function ({_DOCS_HINT})") for path in paths}
 
 
 def compute_metric_sums(metrics: Metrics, outputs: Any, batch: Batch) -> dict[str, Tensor]:
@@ -297,7 +297,7 @@ def compute_metric_values(metrics: Metrics, sums: Mapping[str, Tensor], task_met
         if path not in metrics:
             continue
         if name in task_metrics or name in metric_values or name == "loss":
-            raise UsageError(f"metric {path}: a metric {name} already exists; choose another name ({_CONTRACT})")
+            raise UsageError(f"metric {path}: a metric {name} already exists; choose another name ({_DOCS_HINT})")
         metric_values[name] = float(value) / weight
     return metric_values
 
@@ -322,7 +322,7 @@ def check_metrics(metrics: Metrics, outputs: Any, batch: Batch) -> None:
             path, _, name = key.rpartition("/")
             raise UsageError(
                 f"metric {path}: {name} is {float(value):.6g} for two samples, but adds up to {float(total):.6g} "
-                f"over the single samples; return a sum over the samples, not a mean ({_CONTRACT})"
+                f"over the single samples; return a sum over the samples, not a mean ({_DOCS_HINT})"
             )
 
 
@@ -338,7 +338,7 @@ def _call_metric(import_path: str, metric: Metric, outputs: Any, batch: Batch) -
     if (reserved_name := find_reserved_name(sums, RESERVED_IN_TRAINING)) is not None:
         raise UsageError(
             f"metric {import_path}: {reserved_name} is a name that Lockstep uses for evaluations; choose a different "
-            f"name ({_CONTRACT})"
+            f"name ({_DOCS_HINT})"
         )
     for name, value in sums.items():
         if "/" in name:

@@ -20,7 +20,7 @@ OUTPUT_PROPERTIES: Final = (NAMES,)  # dataset properties that determine the las
 # The maximum number of classes. Since each class has a name, a wrong number could exhaust the memory.
 _MAX_CLASSES: Final = 1 << 24
 # Learning is slow if the mean or standard deviation of a target is above this limit, or if its standard deviation is
-# below the reciprocal.
+# below its reciprocal.
 _SCALE_LIMIT: Final = 1_000
 
 
@@ -82,7 +82,7 @@ def infer_target_info(batch: Batch, class_names: Sequence[str]) -> dict[str, Any
 def check_pair(label: str, batch: Batch, sample_indices: Sequence[int], class_names: Sequence[str]) -> None:
     """Raise UsageError if the targets in a batch (inputs, targets) aren't valid classes.
 
-    The message contains `label`, the name of the dataset, and the index of the sample from `sample_indices`. Targets
+    The message contains `label` (the name of the dataset) and the index of the sample from `sample_indices`. Targets
     with a class per pixel are checked by the task instead.
     """
     targets = batch[1] if class_names and isinstance(batch, tuple) and len(batch) == 2 else None

@@ -33,7 +33,7 @@ class Dpo:
 
     A batch has `input_ids` and `labels` of shape [n, 2, t], with the chosen answer first. Labels are -100 for tokens
     that aren't part of the answer. The model returns a mapping with `policy` and `reference`, both of shape [n, 2].
-    Each value is the sum of the log-probabilities of the tokens of an answer (models/reference.py).
+    Each value is the log-probability of an answer, summed over its tokens (models/reference.py).
     """
 
     beta: float = 0.1
@@ -108,6 +108,6 @@ def compute_answer_log_probs(logits: Tensor, answers: Tensor) -> Tensor:
     logits, targets = logits[:, :-1], answers[:, 1:]
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
-    # The backward of gather isn't deterministic on CUDA. The backward of cross_entropy is.
+    # On CUDA, the backward pass of gather isn't deterministic, but that of cross_entropy is.
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="none")
     return -losses.view(targets.shape).sum(1)

@@ -65,12 +65,12 @@ def find_task(recipe: Mapping[str, Any], model: str, dataset_info: DatasetInfo, 
     task: Task
     match name:
         case "classification":
-            classes = _get_required_columns(name, dataset_info, "classes")
+            classes = _get_required_property(name, dataset_info, "classes")
             topk = tuple(k for k in recipe["topk"] if k < len(classes)) or (1,)
-            own_loss = find_loss(loss["name"])
+            custom_loss = find_loss(loss["name"])
 
             def classification(weights: tuple[float, ...] = ()) -> Classification:
-                return Classification(own_loss, loss["label_smoothing"], topk, model, classes, weights)
+                return Classification(custom_loss, loss["label_smoothing"], topk, model, classes, weights)
 
             task = _build_task(classification, options, {})
         case "regression":
@@ -83,7 +83,9 @@ def find_task(recipe: Mapping[str, Any], model: str, dataset_info: DatasetInfo, 
             task = _build_task(dpo, options, {"model": model})
         case _:
             task = _build_task(
-                segmentation, options, {"model": model, "classes": _get_required_columns(name, dataset_info, "classes")}
+                segmentation,
+                options,
+                {"model": model, "classes": _get_required_property(name, dataset_info, "classes")},
             )
     return TaskChoice(task, f"task {name}{reason}")
 
@@ -116,7 +118,7 @@ def _has_float_targets(example: Batch) -> bool:
     return isinstance(targets, Tensor) and targets.is_floating_point()
 
 
-def _get_required_columns(task: str, dataset_info: DatasetInfo, option: str) -> tuple[str, ...]:
+def _get_required_property(task: str, dataset_info: DatasetInfo, option: str) -> tuple[str, ...]:
     if option not in dataset_info:
         raise UsageError(
             f"recipe.task: {task} requires data with {option}, but the dataset only has "
@@ -138,7 +140,7 @@ def check_task_name(name: str) -> None:
 def _import_task(path: str, options: Mapping[str, Any], dataset_info: DatasetInfo) -> CustomTask:
     """Create a custom task by calling the class or function at `path` with the options.
 
-    If it has a parameter named `dataset_info`, the dataset properties are passed too.
+    If the class or function has a parameter named `facts`, the dataset properties are passed too.
     """
     factory = import_callable(path, "task", "a class")
     with UserCode(f"task {path}"):

@@ -197,7 +197,7 @@ def _to_at_least_float32(logits: Tensor) -> Tensor:
 
 
 def _get_chunk_slice(length: int, index: int, num_chunks: int) -> slice:
-    """Return the slice of the positions in the chunk at `index` of a sequence.
+    """Return the slice of a sequence's positions that form the chunk at `index`.
 
     Raises UsageError if the chunks would have different lengths, or a length of 1, for which Lockstep can't check that
     the model is causal.

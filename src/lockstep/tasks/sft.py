@@ -1,4 +1,4 @@
-"""Supervised fine-tuning (SFT): next-token prediction for the tokens of the assistant in a conversation."""
+"""Supervised fine-tuning (SFT): next-token prediction for the assistant's tokens in a conversation."""
 
 import math
 from collections.abc import Mapping
@@ -53,13 +53,13 @@ class Sft:
         return self._language.loss(outputs, batch)
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return the number of targets to which the model assigns the highest probability."""
+        """Return the number of targets that are the most likely token according to the model."""
         targets = batch[LABELS][:, 1:]
         predictions = get_predictions(outputs, self.model_name)[:, :-1].argmax(2)
         return {"correct": ((predictions == targets) & (targets != self._language.ignore)).sum()}
 
     def figures(self, sums: Mapping[str, Tensor]) -> MetricValues:
-        """Return the perplexity, and the fraction of targets to which the model assigns the highest probability."""
+        """Return the perplexity, and the fraction of targets that are the most likely token according to the model."""
         weight = max(int(sums["weight"]), 1)
         loss = float(sums["loss"]) / weight
         return {

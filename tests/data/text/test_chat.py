@@ -156,7 +156,7 @@ def test_a_long_conversation_can_be_cut() -> None:
     late = {"messages": [user("hi"), assistant("please " * 150), user("x")]}
     batch = _open([late], truncate=True).train.fetch(np.array([0]), None)
     assert batch["input_ids"].shape == (1, 128)
-    with pytest.raises(UsageError, match="no tokens of the assistant among the first 128"):
+    with pytest.raises(UsageError, match="no assistant tokens among the first 128"):
         _open([LONG], truncate=True)
 
 

@@ -14,9 +14,8 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 _RGB: Final = 3  # torchvision.io.ImageReadMode.RGB
-_BUILD_PATH: Final = re.compile(
-    r"^[^,]*, \S+\.cpp:\d+, "
-)  # the path and line of torchvision's source code, which its decoders include in error messages
+# The path and line of torchvision's source code, which its decoders include in error messages.
+_SOURCE_LOCATION: Final = re.compile(r"^[^,]*, \S+\.cpp:\d+, ")
 _PPM: Final = re.compile(rb"P6\n(\d{1,9}) (\d{1,9})\n255\n")  # the PPM header that Pillow and `lockstep prepare` write
 _ROTATIONS: Final = (2, 3, 4, 5, 6, 7, 8)  # EXIF orientations of rotated or flipped images
 
@@ -156,4 +155,4 @@ def _describe_error(error: Exception, content: bytearray) -> str:
         return "the file is empty"
     if isinstance(error, UnidentifiedImageError):  # the message only contains the repr of a BytesIO object
         return "unknown image format"
-    return _BUILD_PATH.sub("", str(error).splitlines()[0]) if str(error) else type(error).__name__
+    return _SOURCE_LOCATION.sub("", str(error).splitlines()[0]) if str(error) else type(error).__name__

@@ -21,7 +21,7 @@ from lockstep.errors import UsageError
 from lockstep.tasks.dataset_properties import count_sample_classes
 
 _DRAWS: Final = 3  # random numbers per sample: row, column, flip
-_MIN_LOOP_SIZE: Final = 1 << 16  # number of values per image from which a CPU flips images faster in a loop
+_MIN_LOOP_SIZE: Final = 1 << 16  # number of values per image from which a loop flips images faster on a CPU
 _MIN_CHUNKED_SIZE: Final = 1 << 22  # number of values from which a float32 batch exceeds the CPU cache
 _CHUNK_SIZE: Final = 1 << 19  # number of values in each chunk of such a batch
 

@@ -18,7 +18,7 @@ VALIDATION_PER_CLASS: Final = 0.1  # default validation fraction if the root dir
 _MAX_SHOWN: Final = 5
 _SPLIT_NAMES: Final = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev"})
 _CLASSES_ADVICE: Final = ", or in only <class>/, which is then split into training and validation"
-_SHARE_ADVICE: Final = (
+_FRACTION_ADVICE: Final = (
     ", or set recipe.data.options.validation_per_class=0.1 to use a fraction of train/ for validation (0 for no "
     "validation)"
 )
@@ -39,7 +39,7 @@ class ScanResult:
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """The image files in the folder of a split by class, and the ignored files in this folder."""
+    """The image files in a split's folder, grouped by class, and the ignored files in this folder."""
 
     images: dict[str, list[str]]
     ignored: list[str]
@@ -161,7 +161,7 @@ def _list_split(root: str, split_name: str) -> _Listing:
         problem = "not a folder" if missing.exists() else "no such folder"
         raise UsageError(
             f"dataset folder: {missing}: {problem}; set recipe.data.root to a folder with the images of each class in "
-            f"train/<class>/ and val/<class>/{_SHARE_ADVICE if split_name == 'val' else _CLASSES_ADVICE}"
+            f"train/<class>/ and val/<class>/{_FRACTION_ADVICE if split_name == 'val' else _CLASSES_ADVICE}"
         )
     with os.scandir(folder) as entries:
         children = [(entry.name, entry.is_dir()) for entry in entries]

@@ -15,9 +15,9 @@ from lockstep.data.options import Count
 from lockstep.data.request import SYNTHETIC, DataRequest
 from lockstep.tasks.dataset_properties import make_dataset_info
 
-_TEMPLATES: Final = random.make_key(random.SYNTHETIC, 0)
-_TRAIN: Final = random.make_key(random.SYNTHETIC, 1)
-_VALIDATION: Final = random.make_key(random.SYNTHETIC, 2)
+_TEMPLATE_KEY: Final = random.make_key(random.SYNTHETIC, 0)
+_TRAIN_KEY: Final = random.make_key(random.SYNTHETIC, 1)
+_VALIDATION_KEY: Final = random.make_key(random.SYNTHETIC, 2)
 _SIZE: Final = 32  # default side length of images in pixels
 _GRID: Final = 4  # side length of the random grid from which a template is upsampled
 _BLOCK_BYTES: Final = 1 << 23  # bytes of noise that are generated at a time, to limit the memory for the counters
@@ -52,14 +52,14 @@ def make_synthetic_dataset(
     deviation = float(np.sqrt((1 / 4) ** 2 / 12 + (3 / 4) ** 2 / 12))
     names = [f"class {number}" for number in range(classes)]
     return DataSet(
-        train=_make_split(_TRAIN, templates, samples),
-        validation=_make_split(_VALIDATION, templates, validation_samples),
+        train=_make_split(_TRAIN_KEY, templates, samples),
+        validation=_make_split(_VALIDATION_KEY, templates, validation_samples),
         facts=make_dataset_info(names, (channels, image_size, image_size), (0.5,) * channels, (deviation,) * channels),
     )
 
 
 def _make_templates(num_classes: int, num_channels: int, image_size: int) -> Bytes:
-    grids = _generate_bytes(_TEMPLATES, range(num_classes * num_channels), _GRID * _GRID).reshape(-1, _GRID, _GRID)
+    grids = _generate_bytes(_TEMPLATE_KEY, range(num_classes * num_channels), _GRID * _GRID).reshape(-1, _GRID, _GRID)
     # Pillow resizes uint8 images with integer arithmetic, so the result is bit-identical on every CPU.
     enlarged = [Image.fromarray(grid).resize((image_size, image_size), Image.Resampling.BICUBIC) for grid in grids]
     return np.stack([np.asarray(image) for image in enlarged]).reshape(

@@ -41,26 +41,22 @@ def load_index(file: Path, label: str) -> TarIndex:
     The archive is never extracted, so member names with `..` or absolute paths are harmless. Members that aren't
     regular files are ignored. Raises UsageError if the file can't be read as a tar archive.
     """
-    error_types = (
-        OSError,
-        ValueError,
-        OverflowError,
-        tarfile.TarError,
-    )  # tarfile raises OverflowError if a header contains a very large number
+    # tarfile raises OverflowError if a header contains a very large number.
+    error_types = (OSError, ValueError, OverflowError, tarfile.TarError)
     problem = f"dataset webdataset: cannot read {file} as a tar archive"
     read_errors = convert_error(UsageError, error_types, problem, "; use a complete archive without compression")
     with read_errors, plainfile.open_reader(file, links=True) as stream:
         status = os.fstat(stream.fileno())
-        mark = np.array([_VERSION, status.st_size, status.st_mtime_ns])
+        fingerprint = np.array([_VERSION, status.st_size, status.st_mtime_ns])
         cache = file.with_name(f".{file.name}.{label}.npz") if label.isidentifier() else None
-        index = None if cache is None else _read_cached(cache, file, mark)
+        index = None if cache is None else _read_cached(cache, file, fingerprint)
         if index is None:
             with tarfile.open(fileobj=stream, mode="r:") as archive:
                 state = FileState(str(file), status.st_size, str(status.st_mtime_ns))
                 index = _scan_archive(archive, state, label)
                 _check_end(stream, archive.offset, file)
             if cache is not None:
-                _write_cache(cache, index, mark)
+                _write_cache(cache, index, fingerprint)
         return index
 
 
@@ -144,8 +140,8 @@ def _read_target(archive: tarfile.TarFile, location: str, members: dict[str, tar
     stream = archive.extractfile(member)
     content = stream.read(_MAX_LABEL_BYTES) if stream is not None else b""
     try:
-        content_value: Any = plainfile.parse_json(content)
-        value = content_value[label_key] if isinstance(content_value, dict) else content_value
+        parsed: Any = plainfile.parse_json(content)
+        value = parsed[label_key] if isinstance(parsed, dict) else parsed
     except (ValueError, KeyError) as error:
         raise UsageError(
             f"dataset webdataset: {location}: {member.name} has no integer '{label_key}': {error!r}; correct the file "

@@ -84,7 +84,7 @@ class HuggingFaceShards:
             return ShardIndex(len(source.table), files)
 
         def scan() -> ShardIndex:
-            return ShardIndex(sum(part.num_rows for part in self._iterate_chunks(shard, UsageError)), files)
+            return ShardIndex(sum(chunk.num_rows for chunk in self._iterate_chunks(shard, UsageError)), files)
 
         return load_or_scan(self._get_cache_path(source, files), files, scan)
 
@@ -131,8 +131,8 @@ class HuggingFaceShards:
         if source.table is not None:
             yield from (self._read_row(shard, row) for row in range(len(source.table)))
             return
-        for part in self._iterate_chunks(shard, UsageError):
-            yield from (_select_row(part, row) for row in range(part.num_rows))
+        for chunk in self._iterate_chunks(shard, UsageError):
+            yield from (_select_row(chunk, row) for row in range(chunk.num_rows))
 
     def _read_row(self, shard: int, row: int) -> Any:
         """Return a row in the format of the shard's source: a table with a single row, or a dict."""
@@ -146,8 +146,8 @@ class HuggingFaceShards:
     def _iterate_chunks(self, shard: int, error_type: type[LockstepError] = DataError) -> Iterator[RowChunk]:
         """Yield the rows of a shard in chunks, as tables or lists. Raises an `error_type` if reading fails."""
         source = self._shards[shard]
-        for mark in self._file_states.get(shard, ()):
-            check_unchanged(mark)
+        for file_state in self._file_states.get(shard, ()):
+            check_unchanged(file_state)
         arguments = copy.deepcopy(source.arguments)
         with convert_error(
             error_type, Exception, f"{self.label}: cannot read {self.names[shard]}", "; check or replace it"
@@ -162,7 +162,7 @@ class HuggingFaceShards:
 
     def _get_cache_path(self, source: SourceShard, files: Sequence[FileState]) -> Path | None:
         """Return the path at which the number of rows of a shard is cached, or None if it can't be cached."""
-        if not files or any(mark.size < 0 for mark in files):
+        if not files or any(file.size < 0 for file in files):
             return None
         key = self._source_hashes.get(id(source.source))
         if key is None:

@@ -53,7 +53,7 @@ class ShardIndex:
         """Return the index as JSON-serializable values."""
         positions = {name: array.tolist() for name, array in self.positions.items()}
         names = {name: [*values] for name, values in self.names.items()}
-        return {"samples": self.num_samples, "files": [[*mark] for mark in self.files], "positions": positions} | {
+        return {"samples": self.num_samples, "files": [[*file] for file in self.files], "positions": positions} | {
             "names": names
         }
 
@@ -61,7 +61,7 @@ class ShardIndex:
     def from_json(value: Mapping[str, Any]) -> "ShardIndex":
         """Restore an index from the result of `to_json`."""
         positions = {name: np.array(array, np.int64) for name, array in value["positions"].items()}
-        return ShardIndex(value["samples"], [FileState(*mark) for mark in value["files"]], positions, value["names"])
+        return ShardIndex(value["samples"], [FileState(*file) for file in value["files"]], positions, value["names"])
 
     def compute_digest(self, ignored: Iterable[str] = ()) -> str:
         """Return a digest of the samples, which doesn't depend on the paths of the files or on `ignored` positions."""
@@ -113,7 +113,7 @@ def check_unchanged(indexed_state: FileState, current: FileState | None = None) 
 def load_or_scan(cache: Path | None, files: Sequence[FileState], scan: Callable[[], ShardIndex]) -> ShardIndex:
     """Return the cached index of a shard, or scan the shard if there is no cache or `files` have changed.
 
-    The new index is then cached. If the index can't be cached, pass None as `cache`.
+    The new index is then cached. Pass None as `cache` if the index can't be cached.
     """
     if cache is None:
         return scan()
@@ -126,7 +126,7 @@ def load_or_scan(cache: Path | None, files: Sequence[FileState], scan: Callable[
 
 def format_paths(files: Sequence[FileState]) -> str:
     """Return the paths of files for messages."""
-    return list_some([mark.path for mark in files], 3)
+    return list_some([file.path for file in files], 3)
 
 
 def _read_cached(cache: Path, files: Sequence[FileState]) -> ShardIndex | None:
@@ -165,4 +165,4 @@ def _write_cache(cache: Path, index: ShardIndex) -> None:
 
 
 def _serialize_file_states(files: Sequence[FileState]) -> str:
-    return json.dumps([_VERSION, *([*mark] for mark in files)])
+    return json.dumps([_VERSION, *([*file] for file in files)])

@@ -15,8 +15,8 @@ class RowStages:
     """Applies the stages of a dataset to rows from one type of source.
 
     Setting up the stages takes about a millisecond, which is longer than most rows take. Therefore, the stages are set
-    up once, and read rows from a queue, never in advance. If a stage drops a row, or may return several samples for it,
-    the stages are set up again for the next row.
+    up once, and read rows from a queue, without reading ahead. If a stage drops a row, or may return several samples
+    for it, the stages are set up again for the next row.
     """
 
     def __init__(self, dataset: Any, shard: SourceShard, stages: Sequence[Any]) -> None:

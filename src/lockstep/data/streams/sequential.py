@@ -47,33 +47,33 @@ class SequentialReader:
         """
         ends = self._ends.setdefault(shard, [])
         number = bisect_right(ends, row)
-        part = self._chunks.get((shard, number))
-        if part is None:
-            part = self._read_chunk(shard, row, number, ends)
+        chunk = self._chunks.get((shard, number))
+        if chunk is None:
+            chunk = self._read_chunk(shard, row, number, ends)
             number = bisect_right(ends, row)  # the chunk may come after other chunks that weren't known yet
         self._chunks.move_to_end((shard, number))
-        return part, row - (ends[number - 1] if number else 0)
+        return chunk, row - (ends[number - 1] if number else 0)
 
     def _read_chunk(self, shard: int, row: int, chunk_index: int, chunk_ends: list[int]) -> RowChunk:
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._open.clear()
-        parts, position = self._open.pop(shard, (None, 0))
-        if parts is None or position > chunk_index:
-            parts, position = self._open_shard(shard), 0
-        for part in parts:
+        chunks, position = self._open.pop(shard, (None, 0))
+        if chunks is None or position > chunk_index:
+            chunks, position = self._open_shard(shard), 0
+        for chunk in chunks:
             start = chunk_ends[position - 1] if position else 0
             if position == len(chunk_ends):
-                chunk_ends.append(start + part.num_rows)
-            elif chunk_ends[position] != start + part.num_rows:
+                chunk_ends.append(start + chunk.num_rows)
+            elif chunk_ends[position] != start + chunk.num_rows:
                 break
-            self._add_to_cache((shard, position), part)
+            self._add_to_cache((shard, position), chunk)
             position += 1
             if row < chunk_ends[position - 1]:
-                self._open[shard] = parts, position
+                self._open[shard] = chunks, position
                 if len(self._open) > _MAX_OPEN:
                     self._open.popitem(last=False)
-                return part
+                return chunk
         raise DataError(
             f"{self._name(shard)}: changed after it was indexed: row {row:,} is missing; start the run again, and "
             f"don't change the shards while it is running"

@@ -31,7 +31,7 @@ class Shards(Protocol):
     def read_sample(self, shard: int, index: ShardIndex, offset: int) -> Any:
         """Return the sample at `offset` in a shard.
 
-        `index_shard.files` is the state of the files when this process started. Raises DataError if the files have
+        `index.files` is the state of the files when this process started. Raises DataError if the files have
         changed since then, and UserCodeError if a stage fails.
         """
 
@@ -110,7 +110,7 @@ def get_only_sample(samples: Sequence[Any], name: str, unit: str, filter_stage: 
 def _use_local_file_states(label: str, index: ShardIndex) -> ShardIndex:
     """Return the index with the state of the files on this host, whose modification times may be different."""
     return ShardIndex(
-        index.num_samples, [_get_local_file_state(label, mark) for mark in index.files], index.positions, index.names
+        index.num_samples, [_get_local_file_state(label, file) for file in index.files], index.positions, index.names
     )
 
 

@@ -30,7 +30,7 @@ def scan_members(label: str, path: str, pipeline: Pipeline) -> ShardIndex:
     try:
         with plainfile.open_reader(Path(path), links=True) as stream:
             status = os.fstat(stream.fileno())
-            mark = FileState(path, status.st_size, str(status.st_mtime_ns))
+            file_state = FileState(path, status.st_size, str(status.st_mtime_ns))
             with tarfile.open(fileobj=stream, mode="r:") as archive:
                 samples = [*pipeline.group(_iterate_members(label, archive, path, pipeline))]
                 _check_end(label, stream, archive.offset, path)
@@ -40,7 +40,7 @@ def scan_members(label: str, path: str, pipeline: Pipeline) -> ShardIndex:
         # webdataset appends objects to the arguments of an exception. The first argument is the message.
         reason = error.strerror if isinstance(error, OSError) and error.strerror else (error.args or (error,))[0]
         raise UsageError(f"{label}: cannot read {path} as a tar archive: {reason}; {_ARCHIVE_ADVICE}") from error
-    return _build_index(samples, mark)
+    return _build_index(samples, file_state)
 
 
 def _iterate_members(label: str, archive: tarfile.TarFile, path: str, pipeline: Pipeline) -> Iterator[dict[str, Any]]:

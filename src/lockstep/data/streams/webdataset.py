@@ -44,7 +44,7 @@ class WebDatasetShards:
         self.names: Sequence[str] = pipeline.urls
         ends = [number for number, stage in enumerate(pipeline.stages, 1) if stage.name == "select"]
         self._filters = pipeline.stages[: max(ends, default=0)]  # the stages up to and including the last select
-        # The descriptors of open archives. Forked processes share them, because pread doesn't use the file position.
+        # The descriptors of open archives. Forked processes can share them, because pread ignores the file position.
         self._descriptors: OrderedDict[str, int] = OrderedDict()
 
     def select_window(self, num_samples: int) -> range:
@@ -55,8 +55,8 @@ class WebDatasetShards:
         """See Shards. The index of all samples is cached next to the archive. `select` stages are applied each time."""
         path = self._get_local_path(shard)
         with convert_os_error(UsageError, f"{self.label}: cannot read {path}", "; pass the paths of existing archives"):
-            mark = get_file_state(path)
-        index = load_or_scan(self._get_cache_path(path), [mark], lambda: scan_members(self.label, path, self._pipeline))
+            file = get_file_state(path)
+        index = load_or_scan(self._get_cache_path(path), [file], lambda: scan_members(self.label, path, self._pipeline))
         if not self._filters:
             return index
         return select_samples(
@@ -78,11 +78,11 @@ class WebDatasetShards:
 
     def _apply_stages(self, stages: Sequence[Stage], shard: int, index: ShardIndex, offset: int) -> list[Any]:
         """Apply stages to a sample of a shard, and return the results."""
-        name, [mark] = self.get_sample_name(shard, index, offset), index.files
+        name, [file] = self.get_sample_name(shard, index, offset), index.files
         sample: dict[str, Any] = {"__key__": index.names["keys"][offset], "__url__": self.names[shard]}
-        sample |= {suffix: self._read_content(name, mark, *span) for suffix, *span in iterate_spans(index, offset)}
+        sample |= {suffix: self._read_content(name, file, *span) for suffix, *span in iterate_spans(index, offset)}
         if LOCAL_PATH in index.names["extras"]:
-            sample[LOCAL_PATH] = mark.path
+            sample[LOCAL_PATH] = file.path
         with UserCode(name):
             samples: Iterator[Any] = iter([sample])
             for stage in stages:

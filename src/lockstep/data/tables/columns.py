@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lockstep.errors import UsageError
 
 # Matches formatted numbers from spreadsheets, with digit groups, a decimal comma, a currency sign or a percent sign.
-_FORMATTED: Final = re.compile(r"[-+]?[$€£¥]?\s?(\d{1,3}([,.'\s]\d{3})+|\d+)([.,]\d+)?\s?[%$€£¥]?")
+_FORMATTED_NUMBER: Final = re.compile(r"[-+]?[$€£¥]?\s?(\d{1,3}([,.'\s]\d{3})+|\d+)([.,]\d+)?\s?[%$€£¥]?")
 # The maximum number of distinct values in a categorical column. The values are dataset properties, which are compared
 # between ranks and saved in checkpoints.
 _MAX_VALUES: Final = 10_000
@@ -101,12 +101,12 @@ def check_numeric_column(name: str, column: Any, fill_missing: bool) -> None:
 
 
 def reject_mixed_column(name: str, column: Any, advice: str) -> None:
-    """Raise UsageError if a text column seems to be numeric, except for formatted numbers and a minority of texts."""
+    """Raise UsageError if a text column seems to be numeric, but has formatted numbers or a minority of other texts."""
     if get_column_kind(column) != "name":  # pyarrow can't find the unique values of lists
         return
     values = [value for value in column.unique().to_pylist() if isinstance(value, str)]
     texts = {value for value in values if not _is_number(value)}
-    formatted_numbers = {value for value in texts if _FORMATTED.fullmatch(value)}
+    formatted_numbers = {value for value in texts if _FORMATTED_NUMBER.fullmatch(value)}
     if texts and 2 * len(texts - formatted_numbers) < len(values):
         row, text = next((row, value) for row, value in enumerate(column.to_pylist()) if value in texts)
         fix = "write only digits and a decimal point" if text in formatted_numbers else "remove such rows"

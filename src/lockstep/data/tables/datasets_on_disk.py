@@ -21,7 +21,7 @@ from lockstep.errors import UsageError
 
 @dataclass(frozen=True)
 class Options:
-    """The columns of a sample, and the split for validation.
+    """The columns of a sample, and the splits for training and validation.
 
     - `inputs`: The input columns. Defaults to all columns except for the target.
     - `target`: The target column. If set, a sample is the pair (inputs, target). Otherwise, it consists of the inputs.

@@ -25,8 +25,8 @@ from lockstep.tasks.classification import compute_skip_mask
 if TYPE_CHECKING:
     import pyarrow
 
-# Integer targets with more distinct values require options.kind. The second limit applies if there are fewer than ten
-# rows per value on average.
+# Integer targets with more distinct values than this require options.kind. The second limit applies if there are fewer
+# than ten rows per value on average.
 _MAX_CLASSES: Final = 1000
 _MAX_SPARSE_CLASSES: Final = 20
 
@@ -80,7 +80,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     train, validation, row_indices = _split_rows(files, options.validation)
     columns = [fit_column(name, train[name], name in categories, fill_missing) for name in input_names]
     classes = _find_classes(train, targets, options.kind)
-    question = "" if options.kind or classes is None else _ask_about_kind(train, targets[0], classes)
+    question = "" if options.kind or classes is None else _make_kind_hint(train, targets[0], classes)
     splits = [
         TableSplit(columns, table, _encode_targets(table, targets, classes, question), options.codes)
         for table in (train, validation)
@@ -158,7 +158,7 @@ def _check_columns_exist(table: pyarrow.Table, column_names: list[str]) -> None:
 
 
 def _find_classes(table: pyarrow.Table, targets: list[str], kind: str | None) -> list[Any] | None:
-    """Return the sorted classes of the target, or None if the task is a regression."""
+    """Return the sorted classes of the target, or None for regression."""
     import pyarrow.types as types
 
     column = table[targets[0]]
@@ -171,13 +171,13 @@ def _find_classes(table: pyarrow.Table, targets: list[str], kind: str | None) ->
             f"set a single column, or recipe.data.options.kind=regression"
         )
     classes = sorted(value for value in column.unique().to_pylist() if value is not None)
-    many = len(classes) > _MAX_CLASSES or (len(classes) > _MAX_SPARSE_CLASSES and 10 * len(classes) > len(table))
-    if kind is None and types.is_integer(column.type) and many:
-        raise UsageError(_format_kind_question(table, targets[0], classes))
+    is_unclear = len(classes) > _MAX_CLASSES or (len(classes) > _MAX_SPARSE_CLASSES and 10 * len(classes) > len(table))
+    if kind is None and types.is_integer(column.type) and is_unclear:
+        raise UsageError(_format_kind_hint(table, targets[0], classes))
     return classes
 
 
-def _ask_about_kind(table: pyarrow.Table, target: str, classes: list[Any]) -> str:
+def _make_kind_hint(table: pyarrow.Table, target: str, classes: list[Any]) -> str:
     """Return an error message that asks the user to set `kind`, or an empty string if the kind is clear.
 
     The kind is unclear if the target has more than a few distinct integers, with gaps between them.
@@ -186,13 +186,13 @@ def _ask_about_kind(table: pyarrow.Table, target: str, classes: list[Any]) -> st
 
     has_many_integers = types.is_integer(table[target].type) and len(classes) > _MAX_SPARSE_CLASSES
     return (
-        _format_kind_question(table, target, classes)
+        _format_kind_hint(table, target, classes)
         if has_many_integers and classes[-1] - classes[0] >= len(classes)
         else ""
     )
 
 
-def _format_kind_question(table: pyarrow.Table, target: str, classes: list[Any]) -> str:
+def _format_kind_hint(table: pyarrow.Table, target: str, classes: list[Any]) -> str:
     return (
         f"dataset table: recipe.data.options.target: '{target}' has {len(classes):,} distinct integers in "
         f"{len(table):,} training rows; set recipe.data.options.kind to regression if they are amounts, or to "
@@ -216,7 +216,7 @@ def _check_targets(table: pyarrow.Table, target_names: list[str], kind: str | No
 
 
 def _encode_targets(
-    table: pyarrow.Table, target_names: list[str], classes: list[Any] | None, kind_question: str
+    table: pyarrow.Table, target_names: list[str], classes: list[Any] | None, kind_hint: str
 ) -> torch.Tensor:
     if classes is None:
         return torch.from_numpy(np.stack([_to_floats(name, table[name]) for name in target_names], axis=1))
@@ -225,7 +225,7 @@ def _encode_targets(
     if -1 in numbers:
         unknown_class = table[target_names[0]][numbers.index(-1)].as_py()
         problem = f"validation has the class {unknown_class!r}, which does not occur in training; remove such rows"
-        raise UsageError(kind_question or f"dataset table: recipe.data.options.target: {problem}")
+        raise UsageError(kind_hint or f"dataset table: recipe.data.options.target: {problem}")
     return torch.tensor(numbers)
 
 

@@ -33,7 +33,7 @@ class Options:
     """The settings for converting rows to samples.
 
     - `tokenizer`: A tokenizer file, such as the tokenizer.json of a model. The chat template is read from its folder.
-    - `context`: The maximum number of tokens of a conversation, or of a sequence of packed conversations.
+    - `context`: The maximum number of tokens in a conversation, or in a sequence of packed conversations.
     - `chat_template`: The file of a Jinja template that replaces the template of the tokenizer.
     - `template_options`: Variables of the template.
     - `pack`: Whether to pack several conversations into a sequence.
@@ -89,7 +89,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         )
     split = _get_split_class(rows.kind, options.pack)
 
-    def sample_name(number: int) -> str:
+    def format_sample_name(number: int) -> str:
         shown = [rows.line_numbers[index] for index in bins[number][:_MAX_SHOWN]]
         more = ", ..." if len(bins[number]) > _MAX_SHOWN else ""
         return f"in line {', '.join(map(str, shown))}{more} of {train_file.name}"
@@ -105,7 +105,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
             "rows": rows.kind,
             "packed": options.pack,
         },
-        name=sample_name,
+        name=format_sample_name,
         warnings=warnings,
     )
 
@@ -214,7 +214,7 @@ def _read_rows(file: Path, tokenizer: ChatTokenizer, options: Options) -> _Rows:
             row = _parse_json(text)
             kind = kind or get_row_kind(row)
             if get_row_kind(row) != kind:
-                raise RowError(f"has a different kind than the rows before, which are {kind}; use a separate file")
+                raise RowError(f"is of a different kind than the rows before, which are {kind}; use a separate file")
             parse = parse_conversation if kind == "conversations" else parse_pair
             items.append(_fit_to_context(parse(row, tokenizer), options))
             lines.append(line)
@@ -244,7 +244,7 @@ def _fit_to_context(item: Item, options: Options) -> Item:
         return pair
     tokens = _truncate(item, options.context)
     if not tokens.is_target.any():
-        raise RowError(f"has no tokens of the assistant among the first {options.context:,}; set a larger context")
+        raise RowError(f"has no assistant tokens among the first {options.context:,}; set a larger context")
     return tokens
 
 

@@ -12,7 +12,7 @@ from lockstep.data.text.chat_template import ASSISTANT, ChatTokenizer, Message, 
 Kind = Literal["conversations", "pairs"]
 
 _ROLES: Final = ("system", "developer", "user", ASSISTANT, "tool")
-_KEYS: Final = "messages, prompt and completion, or chosen and rejected"
+_EXPECTED_KEYS: Final = "messages, prompt and completion, or chosen and rejected"
 
 
 class PreferencePair(NamedTuple):
@@ -25,12 +25,12 @@ class PreferencePair(NamedTuple):
 def get_row_kind(row: Any) -> Kind:
     """Return the kind of a row. Raises RowError if the kind can't be determined from its keys."""
     if not isinstance(row, Mapping):
-        raise RowError(f"expected an object with {_KEYS}, got {describe_type(row)}")
+        raise RowError(f"expected an object with {_EXPECTED_KEYS}, got {describe_type(row)}")
     if "chosen" in row and "rejected" in row:
         return "pairs"
     if "messages" in row or ("prompt" in row and "completion" in row):
         return "conversations"
-    raise RowError(f"expected {_KEYS}, got {', '.join(map(str, row)) or 'no keys'}; rename the keys")
+    raise RowError(f"expected {_EXPECTED_KEYS}, got {', '.join(map(str, row)) or 'no keys'}; rename the keys")
 
 
 def parse_conversation(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Tokens:
@@ -54,7 +54,7 @@ def parse_pair(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> PreferencePa
         prompt = row["prompt"]
     else:
         chosen, rejected = _check_messages("chosen", chosen), _check_messages("rejected", rejected)
-        length = next((i for i, two in enumerate(zip(chosen, rejected, strict=False)) if two[0] != two[1]), None)
+        length = next((i for i, both in enumerate(zip(chosen, rejected, strict=False)) if both[0] != both[1]), None)
         if length is None:
             raise RowError("chosen and rejected are equal, so there is nothing to learn; remove the row")
         prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
@@ -67,10 +67,10 @@ def parse_pair(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> PreferencePa
 
 
 def check_pair(pair: PreferencePair) -> None:
-    """Raise RowError if the answers are equal, or if an answer has no tokens."""
+    """Raise RowError if the answers are equal, or if one of them has no targets."""
     for name, tokens in pair._asdict().items():
         if not tokens.is_target.any():
-            raise RowError(f"{name}: has no tokens of the assistant; add an answer, or remove the row")
+            raise RowError(f"{name}: has no assistant tokens; add an answer, or remove the row")
     if np.array_equal(pair.chosen.ids, pair.rejected.ids):
         raise RowError("chosen and rejected are equal, so there is nothing to learn; remove the row")
 

@@ -21,7 +21,7 @@ _MAX_FILE_BYTES: Final = 1 << 24
 _CONFIG: Final = "tokenizer_config.json"
 _TEMPLATE: Final = "chat_template.jinja"
 _GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_TODAY: Final = "strftime_now"  # a function of chat templates that returns today's date
+_DATE_FUNCTION: Final = "strftime_now"  # a function of chat templates that returns today's date
 _MAX_MESSAGE_LENGTH: Final = 200
 
 Message = Mapping[str, Any]
@@ -95,7 +95,7 @@ class ChatTokenizer:
     def encode_messages(self, messages: Sequence[Message], first: int = 0, tools: Any = None) -> Tokens:
         """Encode a conversation. The targets are the tokens of assistant messages, from message `first` on.
 
-        Raises RowError if the template rejects the conversation, or if the tokens of the assistant can't be found.
+        Raises RowError if the template rejects the conversation, or if the assistant's tokens can't be found.
         """
         text, marked = self._render(messages, tools, return_spans=self._marks_assistant)
         if self._marks_assistant:
@@ -130,7 +130,7 @@ class ChatTokenizer:
         if not text.startswith(prefix):
             raise RowError(
                 f"the chat template renders the first {len(messages)} messages differently if more messages follow, so "
-                f"the tokens of the assistant cannot be found; mark them in the template with {{% generation %}} and "
+                f"the assistant's tokens cannot be found; mark them in the template with {{% generation %}} and "
                 f"{{% endgeneration %}}, and set recipe.data.options.chat_template to its file"
             )
         return prefix
@@ -151,8 +151,8 @@ class ChatTokenizer:
                 f"Jinja template"
             )
         rendering = import_extra("transformers.utils.chat_template_utils", "transformers", "dataset chat")
-        # The data must not depend on the date of the run. Replace the function with a string, so that calls fail.
-        variables = {**self._chat.special_tokens, _TODAY: "", **self._chat.variables}
+        # The data must not depend on the date of the run. Replace the date function with a string, so that calls fail.
+        variables = {**self._chat.special_tokens, _DATE_FUNCTION: "", **self._chat.variables}
         try:
             texts, spans = rendering.render_jinja_template(
                 [list(messages)],
@@ -166,10 +166,10 @@ class ChatTokenizer:
             raise UsageError(f"dataset chat: {' '.join(str(error).split())}") from error
         except Exception as error:  # a template may raise any exception
             message = " ".join(str(error).split())[:_MAX_MESSAGE_LENGTH]
-            if _TODAY in self._chat.template and "not callable" in message:
+            if _DATE_FUNCTION in self._chat.template and "not callable" in message:
                 raise UsageError(
-                    f"dataset chat: the chat template writes today's date with {_TODAY}, so the data would change from "
-                    f"day to day; set the date in recipe.data.options.template_options, such as date_string"
+                    f"dataset chat: the chat template writes today's date with {_DATE_FUNCTION}, so the data would "
+                    f"change from day to day; set the date in recipe.data.options.template_options, such as date_string"
                 ) from error
             raise RowError(f"the chat template rejects the conversation: {message}") from error
         return texts[0], spans[0] if return_spans else ()
@@ -177,13 +177,13 @@ class ChatTokenizer:
     def _encode(self, text: str, spans: Spans, *, add_special_tokens: bool) -> Tokens:
         encoding = self._library.encode(text, add_special_tokens=add_special_tokens)
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        counted = np.zeros(len(offsets), np.bool_)
+        is_target = np.zeros(len(offsets), np.bool_)
         # Exclude tokens that begin before a span, because they contain a part of the prompt, and empty tokens, which
         # are special tokens that the library adds.
         for begin, end in spans:
-            counted |= (offsets[:, 0] >= begin) & (offsets[:, 0] < end) & (offsets[:, 1] > offsets[:, 0])
-        counted[:1] = False  # nothing predicts the first token
-        return Tokens(np.array(encoding.ids, np.int64), counted)
+            is_target |= (offsets[:, 0] >= begin) & (offsets[:, 0] < end) & (offsets[:, 1] > offsets[:, 0])
+        is_target[:1] = False  # nothing predicts the first token
+        return Tokens(np.array(encoding.ids, np.int64), is_target)
 
 
 def _read(path: Path) -> bytes:

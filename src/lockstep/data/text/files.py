@@ -53,10 +53,7 @@ def make_text_dataset(name: str, train: str, validation: str, options: Options) 
 
 
 def split_text(text: str, validation_fraction: float) -> tuple[str, str]:
-    """Split a text into a training and a validation text.
-
-    The fraction `validation_fraction` at the end is for validation.
-    """
+    """Split a text into a training and a validation text. The validation text is the given fraction at the end."""
     end = int(len(text) * (1 - validation_fraction))
     return text[:end], text[end:]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 def pack_sequences(lengths: Sequence[int], bin_size: int) -> list[list[int]]:
     """Return the indices of the sequences in each bin, by best-fit decreasing.
 
-    In the order of decreasing length, each sequence is placed in the fullest bin with enough space (Johnson 1973). Ties
+    In order of decreasing length, each sequence is placed in the fullest bin with enough space (Johnson 1973). Ties
     are broken by index, so the bins depend only on the lengths. `bin_size` must be at least the longest length.
     """
     bins: list[list[int]] = []

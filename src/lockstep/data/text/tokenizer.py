@@ -54,7 +54,7 @@ class ByteTokenizer:
     def library(self) -> Any:
         """See Tokenizer."""
         tokenizers = _import_tokenizers()
-        codes = {character: number for number, character in enumerate(_get_visible_bytes())}
+        codes = {character: number for number, character in enumerate(_get_byte_characters())}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(codes, []))
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -98,14 +98,14 @@ class CharTokenizer:
         return tokenizer
 
     @cached_property
-    def _points(self) -> NDArray[np.uint32]:
+    def _code_points(self) -> NDArray[np.uint32]:
         return _to_code_points(self.characters)
 
     def encode(self, text: str) -> NDArray[Any]:
         """See Tokenizer. Raises UsageError if a character isn't in the vocabulary."""
         points = _to_code_points(text)
-        tokens = np.searchsorted(self._points, points).astype(np.min_scalar_type(len(self.characters)))
-        is_unknown = self._points[np.minimum(tokens, len(self.characters) - 1)] != points
+        tokens = np.searchsorted(self._code_points, points).astype(np.min_scalar_type(len(self.characters)))
+        is_unknown = self._code_points[np.minimum(tokens, len(self.characters) - 1)] != points
         if is_unknown.any():
             index = int(is_unknown.argmax())
             raise UsageError(f"character {text[index]!r} at index {index:,} is not in the vocabulary; remove it")
@@ -113,7 +113,7 @@ class CharTokenizer:
 
     def decode(self, tokens: NDArray[Any]) -> str:
         """See Tokenizer."""
-        points: bytes = self._points[np.asarray(tokens)].astype("<u4").tobytes()
+        points: bytes = self._code_points[np.asarray(tokens)].astype("<u4").tobytes()
         return points.decode("utf-32-le")
 
 
@@ -176,7 +176,7 @@ def _import_tokenizers(label: str = "tokenizer") -> Any:
     return import_extra("tokenizers", "text", label)
 
 
-def _get_visible_bytes() -> list[str]:
+def _get_byte_characters() -> list[str]:
     """Return the characters that represent the 256 byte values in tokenizer files.
 
     This is the mapping of GPT-2 (bytes_to_unicode). A printable byte is mapped to its own character. All other bytes

@@ -89,9 +89,9 @@ class TokenFile:
                 f"{dtype}; correct recipe.data.options.dtype or the file"
             )
         self._length = size // self._dtype.itemsize
-        self._check_samples()
+        self._check_sampled_tokens()
 
-    def _check_samples(self) -> None:
+    def _check_sampled_tokens(self) -> None:
         """Raise UsageError if a token is outside the vocabulary, which usually means that the dtype is wrong.
 
         Only a few tokens at evenly spaced positions in the file are checked.

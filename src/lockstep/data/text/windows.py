@@ -123,10 +123,10 @@ def make_window_dataset(
     - `decode`: Converts tokens to text, to name a sample after its text. If None, a sample is named after the index of
       its first token.
     """
-    step = stride or context
+    interval = stride or context
 
     def format_sample_name(number: int) -> str:
-        starts = np.array([number * step])
+        starts = np.array([number * interval])
         return (
             f"token {starts[0]}"
             if decode is None
@@ -143,7 +143,7 @@ def make_window_dataset(
                 f"{advice}"
             )
     return DataSet(
-        train=TrainingWindows(train, context, step),
+        train=TrainingWindows(train, context, interval),
         validation=None if validation is None else ValidationWindows(validation, context),
         facts={**dataset_info, "context": context},
         name=format_sample_name,
