@@ -213,8 +213,8 @@ class PlacedModel:
         """Raise UsageError if the parameters or buffers of the model aren't the same as when it was placed."""
         if describe_structure(self.model) != self.structure:
             raise make_refusal(
-                "the model was changed after run.place: its parameters, its buffers or requires_grad of a parameter "
-                "differ",
+                "the model was changed after run.place: its parameters or buffers, or the requires_grad of a "
+                "parameter, differ",
                 "change it before run.place",
             )
 
@@ -340,7 +340,7 @@ def _resolve_strategy(member: Member, requested_strategy: str | Mapping[str, Any
     ):
         raise make_refusal(
             f"placement.audit_every: not supported with strategy {name} in a custom training loop, because no rank can "
-            f"repeat the micro-batches of a different rank",
+            f"repeat the micro-batches of another rank",
             "use strategy ddp, zero1, zero2, zero3 or hsdp, or remove placement.audit_every",
         )
     if size == 1 and strategy.traits.cuts_rows:  # the same script also runs on one process, with strategy single

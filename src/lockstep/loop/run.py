@@ -51,8 +51,8 @@ from lockstep.training.checkpoint import store
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 _CHANGED_WEIGHTS_ADVICE: Final = (
-    "let only the optimizer change weights, not NumPy for example, and set placement.audit_every to find a device that "
-    "computes wrong results (docs/failures.md)"
+    "let only the optimizer change weights (not NumPy, for example), and set placement.audit_every to find a device "
+    "that computes wrong results (docs/failures.md)"
 )
 
 M = TypeVar("M", bound=nn.Module)
