@@ -52,7 +52,7 @@ _MODULES = {
     "verification.custom_loop": "Checked verify",
 }
 # All other modules need POSIX to lock run folders and start processes.
-_ON_EVERY_SYSTEM = ("config.placement", "config.recipe", "errors", "training.events")
+_PORTABLE_MODULES = ("config.placement", "config.recipe", "errors", "training.events")
 __all__ = ["LockstepError", "PreflightError", "TrainingError", "UsageError", "VerificationError"]
 __all__ += ["BatchSampler", "Checked", "Comparison", "Exported", "Placement", "Prediction", "Recipe", "Report", "Run"]
 __all__ += ["Corrupted", "Done", "Evaluated", "Event", "Logged", "Saved", "Skipped", "Started", "Step", "Stepped"]
@@ -67,12 +67,12 @@ if not TYPE_CHECKING:  # otherwise, type checkers would accept any name
 
         Importing torch takes a second, and not every command needs it.
         """
-        place = next((place for place, names in _MODULES.items() if name in names.split()), None)
-        if place is None:
+        module = next((module for module, names in _MODULES.items() if name in names.split()), None)
+        if module is None:
             raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-        if place not in _ON_EVERY_SYSTEM:
+        if module not in _PORTABLE_MODULES:
             import_module("lockstep.common.platforms").require_posix(f"lockstep.{name}")
-        return getattr(import_module(f"lockstep.{place}"), name)
+        return getattr(import_module(f"lockstep.{module}"), name)
 
 
 def __dir__() -> list[str]:

@@ -50,7 +50,7 @@ _GROUPS: Final = {
     "Cluster": ("launch", "submit", "doctor"),
     "Catalog": ("recipes", "strategies"),
 }
-_ALIASES: Final = {"status": "jobs"}  # names to suggest a command for, although they don't resemble its name
+_ALIASES: Final = {"status": "jobs"}  # commands to suggest, by words that don't resemble their names
 _PORTABLE_COMMANDS: Final = ("recipes", "show", "strategies")  # commands that are also available on Windows
 _COMMANDS: Final = Path(__file__).parent / "commands"
 
@@ -89,8 +89,8 @@ class Shell(click.Group):
         if not name.startswith("-") and name not in (names := self.list_commands(ctx)):
             from lockstep.common.names import format_choices
 
-            meant = f"; did you mean '{_ALIASES[name]}'?" if name in _ALIASES else format_choices(name, names)
-            raise click.UsageError(f"no command '{name}'{meant}", ctx)
+            suggestion = f"; did you mean '{_ALIASES[name]}'?" if name in _ALIASES else format_choices(name, names)
+            raise click.UsageError(f"no command '{name}'{suggestion}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -98,7 +98,7 @@ class Shell(click.Group):
         commands = self.list_commands(ctx)
         ungrouped = [name for name in commands if not any(name in names for names in _GROUPS.values())]
         for title, names in {**_GROUPS, "Other": ungrouped}.items():
-            if rows := [(name, _first_line(name)) for name in names if name in commands]:
+            if rows := [(name, _read_summary(name)) for name in names if name in commands]:
                 with formatter.section(title):
                     formatter.write_dl(rows)
 
@@ -115,7 +115,7 @@ class Shell(click.Group):
             click.echo(printable(error.terminal_text), err=True)
             ctx.exit(error.exit_code)
         except (Exception, SystemExit) as error:
-            user_error = find_loader_error(error) or convert_user_error(error) or _file_error(error)
+            user_error = find_loader_error(error) or convert_user_error(error) or _convert_file_error(error)
             if user_error is None:
                 raise
             click.echo(printable(user_error.terminal_text), err=True)
@@ -135,7 +135,7 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def _file_error(error: BaseException) -> UsageError | None:
+def _convert_file_error(error: BaseException) -> UsageError | None:
     """Convert an OSError about a file or folder to a UsageError, in case no earlier check has reported it.
 
     Returns None for other errors.
@@ -149,6 +149,6 @@ def _module(name: str) -> str:
     return f"{name.replace('-', '_')}{'_' if iskeyword(name) else ''}"
 
 
-def _first_line(name: str) -> str:
+def _read_summary(name: str) -> str:
     with (_COMMANDS / f"{_module(name)}.py").open(encoding="utf-8") as file:
         return file.readline().strip().strip('"').rstrip(".")

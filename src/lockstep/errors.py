@@ -3,7 +3,7 @@
 LockstepError
 ├── UsageError            2  invalid input from the user: a recipe, an override, a folder, a device
 │   ├── ConfigError       2  all problems of a configuration, each with its location
-│   └── UserCodeError      2  an exception in the user's model, loss or data, with its file and line
+│   └── UserCodeError     2  an exception in the user's model, loss or data, with its file and line
 ├── TrainingError         1  a failure during training, such as a loss that is not finite
 │   ├── DataError         1  a file that is missing, truncated or damaged
 │   ├── HostError         1  a disk or service of the host that failed
@@ -30,7 +30,7 @@ EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as in a shell
 # different host ("host"), or to wait until someone has fixed the code, the data or the command line.
 Cause = Literal["transient", "host", "code", "data", "usage"]
 
-_MAX_LINES: Final = 11  # maximum number of lines in a message; the last one counts the problems that don't fit
+_MAX_LINES: Final = 11  # maximum number of lines in a message; the last line says how many problems don't fit
 
 
 class LockstepError(Exception):
@@ -134,7 +134,7 @@ def convert_error(
     action: str,
     advice: str = "",
 ) -> Iterator[None]:
-    """Convert exceptions in the `with` block to a Lockstep error with the failed action, the message and a fix."""
+    """Convert exceptions in the `with` block to a Lockstep error that states the failed action, the cause and a fix."""
     try:
         yield
     except caught_types as error:
@@ -143,7 +143,7 @@ def convert_error(
 
 @contextmanager
 def convert_os_error(error_type: type[LockstepError], action: str, advice: str = "") -> Iterator[None]:
-    """Convert an OSError in the `with` block to a Lockstep error with the failed action, the reason and a fix."""
+    """Convert an OSError in the `with` block to a Lockstep error that states the failed action, the cause and a fix."""
     try:
         yield
     except OSError as error:

@@ -61,7 +61,7 @@ class Weighted:
         if self.replacement:
             ends = np.cumsum(weights)
             drawn = random.draw_uniform(key, np.arange(count), 1)[:, 0] * ends[-1]
-            # The product can be rounded up to the last end. In this case, select the last sample with a nonzero weight.
+            # Rounding can make `drawn` equal to the last end. Then select the last sample with a nonzero weight.
             last = int(np.flatnonzero(weights)[-1])
             return np.asarray(np.minimum(np.searchsorted(ends, drawn, side="right"), last), np.int64)
         # Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir": select the samples with the
@@ -92,7 +92,7 @@ class ByLength:
     def __post_init__(self) -> None:
         if self.batch < 1 or self.pool < 1 or np.asarray(self.lengths).ndim != 1 or not len(self.lengths):
             raise UsageError(
-                f"orders.ByLength: batch and pool must be at least 1, and lengths a 1-D sequence that is not empty, "
+                f"orders.ByLength: batch and pool must be at least 1, and lengths must be a non-empty 1-D sequence, "
                 f"got batch={self.batch}, pool={self.pool} and lengths of shape {list(np.shape(self.lengths))}; pass "
                 f"one length for each sample"
             )

@@ -54,8 +54,8 @@ def train(
         raise UsageError("lockstep.ray: Ray is not installed; pip install 'lockstep-train[ray]'")
     # Ray waits for a report from all ranks, but with background saves, ranks would notice the end of a save at
     # different steps.
-    keys = {"run.dir": "run", **(overrides or {}), "run.save_async": False}
-    loaded = load_recipe(str(recipe), to_arguments(keys))
+    all_overrides = {"run.dir": "run", **(overrides or {}), "run.save_async": False}
+    loaded = load_recipe(str(recipe), to_arguments(all_overrides))
     from ray.train import ScalingConfig
     from ray.train.torch import TorchTrainer
 

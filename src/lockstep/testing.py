@@ -82,11 +82,11 @@ class Trace:
 
         If you call this method after `weights`, the metric belongs to the step that has just ended.
         """
-        ended = len(self._steps) > 1 and not self._steps[-1]
-        self._add(EVALUATION, name, _to_tensor(value), step=-2 if ended else -1)
+        step_has_ended = len(self._steps) > 1 and not self._steps[-1]
+        self._add(EVALUATION, name, _to_tensor(value), step=-2 if step_has_ended else -1)
 
-    def _add(self, gate: str, name: str, value: Tensor, step: int = -1) -> None:
-        self._steps[step].setdefault(gate, {})[name] = to_full_tensor(value.detach()).cpu().clone()
+    def _add(self, kind: str, name: str, value: Tensor, step: int = -1) -> None:
+        self._steps[step].setdefault(kind, {})[name] = to_full_tensor(value.detach()).cpu().clone()
 
 
 def _to_tensor(value: float | Tensor) -> Tensor:
@@ -116,8 +116,9 @@ def assert_placement_invariant(function: Function, worlds: Sequence[int] = (1, 2
     By default, values must be equal. If you set `tolerance`, they may differ by `tolerance` times the largest magnitude
     in their tensor.
 
-    Raises AssertionError if a run differs from the reference. For each world size, the message has the first difference
-    with its step and both values. Raises UsageError if nothing is reported, and VerificationError if `function` fails.
+    Raises AssertionError if a run differs from the reference. For each world size, the message gives the first
+    difference, with its step and both values. Raises UsageError if nothing is reported, and VerificationError
+    if `function` fails.
     """
     if len(worlds) < 2 or min(worlds) < 1:
         raise UsageError(f"worlds: got {tuple(worlds)}; pass two or more numbers of ranks, each at least 1")
@@ -177,27 +178,28 @@ def _find_differences(reference: Ranks, ranks: Ranks, tolerance: float) -> Itera
         for rank_values in expected:
             outputs |= rank_values.get(ORDER, {})
         for rank, rank_values in enumerate(actual):
-            if difference := _first_difference(outputs, rank_values.get(ORDER, {}), tolerance, partial=True):
+            if difference := _find_first_difference(outputs, rank_values.get(ORDER, {}), tolerance, partial=True):
                 yield f"step {step}, {RANDOM} (or BatchNorm): rank {rank}, {difference}"
-        for gate in (GRADIENT, NORM, WEIGHTS, EVALUATION):
+        for kind in (GRADIENT, NORM, WEIGHTS, EVALUATION):
             for rank, rank_values in enumerate(actual):
                 sides, norms = (
-                    (expected[0].get(gate_name, {}), rank_values.get(gate_name, {})) for gate_name in (gate, NORM)
+                    (expected[0].get(compared_kind, {}), rank_values.get(compared_kind, {}))
+                    for compared_kind in (kind, NORM)
                 )
-                if difference := _first_difference(*sides, tolerance):
-                    multiple = _multiple_note(*sides) if gate == GRADIENT else ""
+                if difference := _find_first_difference(*sides, tolerance):
+                    multiple = _make_multiple_note(*sides) if kind == GRADIENT else ""
                     # After clipping, gradients with a different loss scale are equal up to rounding. In this case, only
                     # their norm shows the loss scale.
                     if (
-                        gate == GRADIENT
-                        and not _first_difference(*sides, _ROUNDING)
-                        and (norm_difference := _first_difference(*norms, _ROUNDING))
+                        kind == GRADIENT
+                        and not _find_first_difference(*sides, _ROUNDING)
+                        and (norm_difference := _find_first_difference(*norms, _ROUNDING))
                     ):
-                        difference, multiple = norm_difference, _multiple_note(*norms)
-                    yield f"step {step}, {SCALE if multiple else gate}: rank {rank}, {difference}{multiple}"
+                        difference, multiple = norm_difference, _make_multiple_note(*norms)
+                    yield f"step {step}, {SCALE if multiple else kind}: rank {rank}, {difference}{multiple}"
 
 
-def _first_difference(
+def _find_first_difference(
     expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], tolerance: float, partial: bool = False
 ) -> str:
     """Return a description of the first value that differs, or "" if all values are equal.
@@ -210,11 +212,11 @@ def _first_difference(
         values = find_largest_difference(expected[name], actual[name])
         if values is not None and (values.distance is None or values.distance > tolerance * values.scale):
             index = f" at {list(values.index)}" if values.index else ""
-            return f"{name}{index} is {values.actual}, not {values.reference}{_rounding_note(values)}"
+            return f"{name}{index} is {values.actual}, not {values.reference}{_make_rounding_note(values)}"
     return ""
 
 
-def _rounding_note(values: ValuePair) -> str:
+def _make_rounding_note(values: ValuePair) -> str:
     """Return a note if the difference is small enough to be a rounding error, or else an empty string."""
     if values.distance is None or not 0 < values.distance < _ROUNDING * values.scale:
         return ""
@@ -222,8 +224,8 @@ def _rounding_note(values: ValuePair) -> str:
     return f" ({relative:.1e} of the largest value, which may be rounding: pass tolerance= to allow it)"
 
 
-def _multiple_note(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
-    """Return a note if the full gradient is a multiple of the expected gradient, or else an empty string.
+def _make_multiple_note(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
+    """Return a note if the whole gradient is a multiple of the expected gradient, or else an empty string.
 
     If the factor is 1 up to rounding, there is no note.
     """

@@ -103,7 +103,7 @@ def test_a_resumed_run_warns_of_what_changed(run, tmp_path: Path) -> None:
     resumed = run(*again, "run.dir=changed")
     assert resumed.err == (
         "warning: your source files changed since step 20 was saved: zoo/blocks.py; the run continues with the new "
-        "files, and its results can differ from an uninterrupted run\n"
+        "files, and its results can differ from those of an uninterrupted run\n"
     )
 
 

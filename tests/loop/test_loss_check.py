@@ -432,6 +432,8 @@ def test_a_factor_of_as_many_processes_is_taken_and_warned_of_once() -> None:
 def test_the_factor_of_a_scaler_is_refused_and_one_like_it_is_the_users() -> None:
     scaler = torch.amp.GradScaler("cpu")
     for mean in (True, False):
-        with pytest.raises(UsageError, match=r"multiplied by 65536, as torch\.amp\.GradScaler does.*precision="):
+        with pytest.raises(
+            UsageError, match=r"multiplied by 65536, which is what torch\.amp\.GradScaler does.*precision="
+        ):
             check(lambda x, mean=mean: scaler.scale(F.l1_loss(x, 2 * x.detach()) if mean else entropy(x)), mean=mean)
     check(lambda x: 65536.0 * entropy(x) + 512 * x.sum() + torch.tensor(300.0) * x.sum())

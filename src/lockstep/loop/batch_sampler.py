@@ -36,9 +36,9 @@ class BatchSampler(Sampler[list[int]]):
     `order` works as in `run.steps`: `shuffled`, `sequential`, or a function of the epoch that returns sample indices.
 
     `rank` and `world_size` default to those of the process group, or of the launcher if there is no process group yet.
-    Pass both if several ranks train on the same samples. Raises UsageError if a rank would get no samples in a step.
-    Ranks with different numbers of samples are also an error, because averaging the per-rank means would give some
-    samples more weight than others. Pass `uneven=True` to allow it.
+    Pass both if several ranks train on the same samples. Raises UsageError if a rank would get no samples in a step, or
+    if ranks would get different numbers of samples. In the latter case, averaging the per-rank means would give some
+    samples more weight than others. Pass `uneven=True` to allow different numbers.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class BatchSampler(Sampler[list[int]]):
     @property
     def steps_done(self) -> int:
         """The number of completed steps. Defaults to the number of steps that this rank has yielded."""
-        return self._yielded if self._assigned_steps is None else self._assigned_steps
+        return self._steps_yielded if self._assigned_steps is None else self._assigned_steps
 
     @steps_done.setter
     def steps_done(self, steps: int) -> None:
@@ -96,13 +96,13 @@ class BatchSampler(Sampler[list[int]]):
                 f'BatchSampler: cannot load the state {dict(state)}; pass {{"steps": N}} with the number of completed '
                 f"steps"
             )
-        self._first_step = self._yielded = steps
+        self._first_step = self._steps_yielded = steps
         self._assigned_steps = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration at the first step of `epoch`, from 0. No-op if it already starts in this epoch."""
+        """Start the next iteration at the first step of `epoch` (from 0). No-op if it already starts in this epoch."""
         if self._first_step // self._steps.per_epoch != epoch:
-            self._first_step = self._yielded = epoch * self._steps.per_epoch
+            self._first_step = self._steps_yielded = epoch * self._steps.per_epoch
 
     def __len__(self) -> int:
         """Return the number of batches that this rank yields in a full epoch."""
@@ -116,8 +116,8 @@ class BatchSampler(Sampler[list[int]]):
         if not self._fixed_rank and (rank_and_size := get_process_group_rank() or self._rank[:2]) != self._rank[:2]:
             raise UsageError(
                 f"BatchSampler: created on rank {self._rank.replica} of {self._rank.num_replicas}, but this process is "
-                f"now rank {rank_and_size[0]} of {rank_and_size[1]}; create it after the process group, or pass rank= "
-                f"and world_size="
+                f"now rank {rank_and_size[0]} of {rank_and_size[1]}; create it after the process group is "
+                f"initialized, or pass rank= and world_size="
             )
         first_step = self._steps[self._first_step]
         order = self._order.get_epoch_order(first_step.epoch)
@@ -127,7 +127,7 @@ class BatchSampler(Sampler[list[int]]):
             *earlier_indices, last_index = self._get_microbatch_indices(step.samples)
             for index in earlier_indices:
                 yield order(np.arange(microbatches[index].start, microbatches[index].stop)).tolist()
-            self._yielded = step.number + 1
+            self._steps_yielded = step.number + 1
             if step.last_of_epoch:  # set this before the last yield, because a trainer may never resume the iterator
                 self._first_step = end
             yield order(np.arange(microbatches[last_index].start, microbatches[last_index].stop)).tolist()
@@ -150,23 +150,23 @@ class BatchSampler(Sampler[list[int]]):
         return [index for index, _ in self._rank.get_microbatches(min(self._microbatch_count, num_samples))]
 
     def _check_batch_size(self, requested_microbatches: int | None) -> None:
-        steps, parts, ranks = self._steps, self._microbatch_count, self._rank.num_replicas
+        steps, microbatches, ranks = self._steps, self._microbatch_count, self._rank.num_replicas
         if steps.batch < 1 or steps.length < (steps.batch if steps.drop_last else 1):
             raise UsageError(
                 f"BatchSampler: got batch={steps.batch} for {steps.length} samples; set batch from 1 to the number of "
                 f"samples"
             )
-        if not 1 <= parts <= steps.batch:
+        if not 1 <= microbatches <= steps.batch:
             if requested_microbatches is None:
                 raise UsageError(
                     f"BatchSampler: batch={steps.batch} is smaller than the world size of {ranks}; set batch to a "
                     f"multiple of {ranks}"
                 )
             raise UsageError(
-                f"BatchSampler: microbatches={parts} is not between 1 and batch={steps.batch}; set microbatches from "
-                f"1 to {steps.batch}"
+                f"BatchSampler: microbatches={microbatches} is not between 1 and batch={steps.batch}; set "
+                f"microbatches from 1 to {steps.batch}"
             )
-        split = "" if requested_microbatches is None else f" in {parts} micro-batches"
+        split = "" if requested_microbatches is None else f" in {microbatches} micro-batches"
         limit = f" and at most {steps.length}" if steps.length < steps.batch else ""
         if steps.length < ranks:
             even_split = f"at most {steps.length} ranks"

@@ -9,8 +9,8 @@ from lockstep.loop.model import CallConsistencyCheck, Gate
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
-# The names of the calls that a rank can make between two steps. Ranks compare the index of their call. Index 0 stands
-# for a rank that runs steps.
+# The names of the calls that a rank can make between two steps. Ranks compare the indices of their calls. Index 0
+# stands for a rank that runs steps.
 _CALL_NAMES: Final = (
     "the loop over run.steps",
     "run.place",

@@ -44,7 +44,7 @@ class LoopCheckpoints:
     def resume(self) -> None:
         """Resume from the checkpoint in the run folder, if there is one.
 
-        Raises UsageError if a loop with different settings saved the checkpoint.
+        Raises UsageError if the checkpoint was saved by a loop with different settings.
         """
         path = self._member.checkpoint
         if path is None:

@@ -65,9 +65,9 @@ class FirstCallCheck:
         original_model, name = self._original_model, self._names.pop(called_module)
         if not self._names:
             del self._original_model
-        departure = self._compare_outputs(original_model, name, (args, kwargs))
-        if departure:
-            raise make_refusal(f"run.place: plan: {describe_difference(departure, self._chunks)}", PLAN_ADVICE)
+        difference = self._compare_outputs(original_model, name, (args, kwargs))
+        if difference:
+            raise make_refusal(f"run.place: plan: {describe_difference(difference, self._chunks)}", PLAN_ADVICE)
 
     def _compare_outputs(self, original_model: nn.Module, name: str, inputs: Arguments) -> ChunkDifference | None:
         first_tensor = next(iter(get_tensors(inputs)), None)

@@ -106,7 +106,7 @@ class PlacedModel:
 
     @property
     def communicating_groups(self) -> list[list[int]]:
-        """The groups of ranks that communicate weights or inputs in each call of the model."""
+        """The groups of ranks that communicate weights or inputs whenever the model is called."""
         return self.strategy.mesh(self.world.size).get_groups("shard", "expert")
 
     def make_audit_schedule(self, microbatches: int) -> AuditSchedule | None:
@@ -142,7 +142,7 @@ class PlacedModel:
     def _num_replicas(self) -> int:
         """The number of ranks that get different micro-batches, or 0 if weights are sharded.
 
-        If weights are sharded, ranks are never idle. A rank without a micro-batch computes a dummy micro-batch.
+        If weights are sharded, ranks are never idle. A rank without a micro-batch processes a dummy micro-batch.
         """
         mesh = self.strategy.mesh(self.world.size)
         return mesh.replicate if mesh.shard == mesh.expert == 1 else 0
@@ -213,8 +213,8 @@ class PlacedModel:
         """Raise UsageError if the parameters or buffers of the model aren't the same as when it was placed."""
         if describe_structure(self.model) != self.structure:
             raise make_refusal(
-                "the model was changed after run.place: its parameters, its buffers or requires_grad of a parameter "
-                "differ",
+                "the model was changed after run.place: its parameters or buffers, or the requires_grad of a "
+                "parameter, differ",
                 "change it before run.place",
             )
 
@@ -230,7 +230,10 @@ def place_model(
 ) -> PlacedModel:
     """Distribute the model over the ranks. All ranks must call this function with the same initial weights."""
     settings, world = member.settings, member.rank.world
-    evaluating_names, placed_in_evaluation = list_eval_module_names(model.named_modules()), is_in_evaluation_mode(model)
+    eval_module_names, placed_in_evaluation = (
+        list_eval_module_names(model.named_modules()),
+        is_in_evaluation_mode(model),
+    )
     check_layers(type(model).__name__, model)
     name, strategy = _resolve_strategy(member, requested_strategy)
     traits = strategy.traits
@@ -295,7 +298,7 @@ def place_model(
         initial_hyperparameters=initial_hyperparameters,
         groups=UserParamGroups(optimizer, engine.groups, scheduler is not None),
         scheduler=scheduler,
-        modes=ModuleModes(model, evaluating_names),
+        modes=ModuleModes(model, eval_module_names),
         placed_in_evaluation=placed_in_evaluation,
         guard=guard,
         audit=Audit(engine, world, log, every),
@@ -337,7 +340,7 @@ def _resolve_strategy(member: Member, requested_strategy: str | Mapping[str, Any
     ):
         raise make_refusal(
             f"placement.audit_every: not supported with strategy {name} in a custom training loop, because no rank can "
-            f"repeat the micro-batches of a different rank",
+            f"repeat the micro-batches of another rank",
             "use strategy ddp, zero1, zero2, zero3 or hsdp, or remove placement.audit_every",
         )
     if size == 1 and strategy.traits.cuts_rows:  # the same script also runs on one process, with strategy single

@@ -53,7 +53,7 @@ class Evaluation:
     def iterate_batches(self, placed: PlacedModel, loader: Loader, batch_size: int) -> Iterator[Batch]:
         """Yield this rank's batches, with the model in evaluation mode and gradients disabled.
 
-        `resolve_batch_size` is the number of samples per batch.
+        `batch_size` is the number of samples per batch, as returned by `resolve_batch_size`.
         """
         batches = self._generate_batches(placed, loader, batch_size)
         self._batches = ref(batches)

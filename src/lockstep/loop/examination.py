@@ -94,11 +94,11 @@ class Examination:
         """
         engine = self._placed.canonical
 
-        def weights() -> Iterable[tuple[str, Tensor]]:
+        def iterate_weights() -> Iterable[tuple[str, Tensor]]:
             yield from iterate_full_tensors(self._world, engine.state().model)
 
         result, layers = measure_update(
-            update, iterate_full_tensors(self._world, engine.gradients()), weights(), weights()
+            update, iterate_full_tensors(self._world, engine.gradients()), iterate_weights(), iterate_weights()
         )
         # Skip the layers of groups that this update doesn't change. These layers have no gradient and no update.
         self._observations.layers += [layer for layer in layers if all_groups or layer.gradient or layer.update]

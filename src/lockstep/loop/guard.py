@@ -58,7 +58,7 @@ class GradientStandIn(Tensor):
     ) -> Any:
         """Run an operation with each stand-in replaced by nan, or raise an error if it writes to a stand-in."""
         keywords = dict(kwargs or {})
-        withheld = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, GradientStandIn)]
+        stand_ins = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, GradientStandIn)]
         is_view = False
         for index, argument in enumerate(func._schema.arguments):
             alias = argument.alias_info
@@ -66,14 +66,14 @@ class GradientStandIn(Tensor):
             if alias is None or not any(isinstance(leaf, GradientStandIn) for leaf in tree_leaves(value)):
                 continue
             if alias.is_write:
-                raise withheld[0].make_write_error(torch._C._current_graph_task_id() != -1)
+                raise stand_ins[0].make_write_error(torch._C._current_graph_task_id() != -1)
             is_view = True
         outputs = func(
             *tree_map_only(GradientStandIn, _nan_like, args), **tree_map_only(GradientStandIn, _nan_like, keywords)
         )
         # User code could modify the result of a view operation in place, so it must be a stand-in too.
         return (
-            tree_map_only(Tensor, lambda output: GradientStandIn(output, withheld[0].make_write_error), outputs)
+            tree_map_only(Tensor, lambda output: GradientStandIn(output, stand_ins[0].make_write_error), outputs)
             if is_view
             else outputs
         )
@@ -95,8 +95,8 @@ _GRADIENT_ADVICE: Final = (
     "scale the loss that you pass to step.backward, and clip with step.update(clip=...); step.norm is the gradient norm"
 )
 _MODE_ADVICE: Final = (
-    "call train() and eval() before or after the loop over the micro-batches, and leave the mode within run.each, "
-    "which sets evaluation mode"
+    "call train() and eval() before or after the loop over the micro-batches, and do not change the mode within "
+    "run.each, which sets evaluation mode"
 )
 _SHARDED_FREEZING_ADVICE: Final = (
     "do not change requires_grad, because this strategy gathers weights as they were at run.place; to freeze an "
@@ -129,8 +129,8 @@ class Guard:
       too.
     - `kept_buffers`: The buffers that the engine keeps in sync across ranks. A forward pass in training mode may write
       to these buffers.
-    - `get_gathered`: Returns a mapping from each full tensor that the engine has gathered to the parameter that the
-      tensor replaces.
+    - `get_gathered`: Returns the full tensors that the engine has gathered, each mapped to the parameter that it
+      replaces.
     """
 
     def __init__(
@@ -164,14 +164,14 @@ class Guard:
             for part in (module._parameters, module._buffers, module._modules)
             if part
         ]
-        # Views, which reflect changes of the dicts.
+        # Views, which reflect changes to the dicts.
         self._module_dict_values = [part.values() for _, part in self._module_dicts]
         self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         self._stand_ins = [GradientStandIn(parameter, self._make_write_error) for parameter in self._trained]
         self._no_gradients = [None] * len(self._trained)
         self._shown_gradients: Sequence[Tensor | None] = self._no_gradients  # the expected value of each `grad`
         self._hidden_gradients: list[Tensor | None] = []  # the gradients while stand-ins replace them
-        self._summing = False  # whether a backward pass of the current step has run
+        self._backward_has_run = False  # in the current step
         self._get_gathered = get_gathered
         self._gathered: dict[Tensor, tuple[Tensor, int]] = {}  # gathered tensor -> (parameter, version)
         self._files: dict[str, bool] = {}  # whether each source file is user code
@@ -260,7 +260,7 @@ class Guard:
         - `modes`: Also record the modes of all modules.
         """
         if weights_changed:
-            self._summing = False
+            self._backward_has_run = False
             self._careful = self._updates <= _CAREFUL_UPDATES or not self._updates % _CAREFUL_INTERVAL
             self._versions = [tensor._version for tensor in self._tensors]
         if modes:
@@ -298,7 +298,7 @@ class Guard:
         self._hidden_gradients, self._shown_gradients = [parameter.grad for parameter in self._trained], self._stand_ins
         for parameter, stand_in in zip(self._trained, self._stand_ins, strict=True):
             parameter.grad = stand_in
-        self._summing = bool(self.step)
+        self._backward_has_run = bool(self.step)
 
     def restore_gradients(self) -> None:
         """Replace the stand-ins with the actual gradients."""
@@ -329,7 +329,7 @@ class Guard:
     def _check_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient, shown in zip(self._trained, gradients, self._shown_gradients, strict=True):
             # Calling zero_grad() before the first backward pass of a step is harmless.
-            if gradient is not shown and (self._summing or gradient is not None):
+            if gradient is not shown and (self._backward_has_run or gradient is not None):
                 change = "removed" if gradient is None else "set"
                 raise self._make_error(f"the gradient of {self._names[parameter]} was {change}", _GRADIENT_ADVICE)
 
@@ -341,14 +341,14 @@ class Guard:
         if requires_grad == self._requires_grad and hook_ids == self._hook_ids:
             return
         states = zip(self._parameters, requires_grad, self._requires_grad, hook_ids, self._hook_ids, strict=True)
-        for parameter, is_trained, was_trained, own_hooks, previous_hooks in states:
+        for parameter, is_trained, was_trained, current_hooks, previous_hooks in states:
             if is_trained != was_trained:
                 self._frozen = True
                 if not allow_freezing:
                     advice = _SHARDED_FREEZING_ADVICE if is_sharded else FREEZING_ADVICE
                     change = "frozen" if was_trained else "unfrozen"
                     raise self._make_error(f"{self._names[parameter]} was {change}", advice, self._autograd_checked_at)
-            if own_hooks != previous_hooks:
+            if current_hooks != previous_hooks:
                 problem = f"a gradient hook was added to {self._names[parameter]}"
                 raise self._make_error(problem, _HOOK_ADVICE, self._fully_checked_at, self._full_check_step)
 
@@ -402,8 +402,8 @@ class Guard:
     def _check_before_gathering(self, module: nn.Module, _inputs: Any) -> None:
         if self._running and (name := self._find_foreign_module(module)):
             raise make_refusal(
-                f"{self._error_prefix}{name} is called with different weights, but gathering its own would "
-                "overwrite them",
+                f"{self._error_prefix}{name} is called with different weights, but gathering its own weights "
+                "would overwrite them",
                 _FUNCTIONAL_CALL_ADVICE,
             )
 
@@ -486,7 +486,7 @@ class NoGuard:
 class _DataDescriptor:
     """Replaces the descriptor `Tensor.data` while a model is guarded.
 
-    `.data` of a guarded tensor returns a tensor that shares its version counter.
+    `.data` of a guarded tensor returns a tensor that shares the version counter of the guarded tensor.
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ class LoggedMetrics:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._values: dict[str, str] = {}  # by metric: the `repr` of its last value, which has all digits
+        self._values: dict[str, str] = {}  # the `repr` of each metric's last value, which has all digits
         self._compared = False
 
     def log(self, metrics: Mapping[str, float | Tensor]) -> None:

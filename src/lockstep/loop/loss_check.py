@@ -3,7 +3,7 @@
 The check walks backward through the autograd graph of the loss, as long as the operations are linear, and splits the
 loss into terms. It finds out whether each term is a mean, a sum, or unknown. If the loss clearly has the opposite
 reduction, the check raises an error. If the graph is ambiguous, the check warns once and tells the user how to decide.
-It accepts any multiplication, because only a division can divide by a number of samples.
+Only a division can turn a sum into a mean. A multiplication, such as by 1 / n, counts as a deliberate scale.
 
 In the first step, the check analyzes the loss of every micro-batch. In later steps, it only analyzes a loss whose last
 few operations it hasn't seen before.
@@ -38,7 +38,7 @@ from lockstep.tasks.base import MicroBatch
 _SQUARES: Final = ("PowBackward", "MseLossBackward")
 # The smallest factor that is recognized as the scale of a GradScaler, which starts at 65,536 and is halved on overflow.
 _MIN_GRAD_SCALE: Final = 256.0
-# The number of operations at the end of a loss that are compared with earlier losses.
+# How many of the last operations of a loss's graph are compared with earlier losses.
 _NUM_COMPARED_OPERATIONS: Final = 4
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
@@ -58,7 +58,7 @@ class LossCheck:
     _first_step: int = 0
     _checked_endings: set[tuple[Any, ...]] = field(default_factory=set)
     _warned: set[str] = field(default_factory=set)
-    _counts: tuple[int, int, list[float]] = (0, 0, [])  # step, weight and mean counts of the last micro-batch
+    _counts: tuple[int, int, list[float]] = (0, 0, [])  # last micro-batch: step, weight, values per mean
 
     def check(
         self,
@@ -86,9 +86,9 @@ class LossCheck:
                 raise make_missing_weights_error(step)
             if isinstance(loss, Tensor):
                 received = f"a tensor of shape {list(loss.shape)} and dtype {loss.dtype}"
-            of_loss = f" for {self.name}" if self.name else ""
+            loss_suffix = f" for {self.name}" if self.name else ""
             raise make_refusal(
-                f"step {step}: step.backward received {received}{of_loss}", "pass a 0-dim floating-point tensor"
+                f"step {step}: step.backward received {received}{loss_suffix}", "pass a 0-dim floating-point tensor"
             )
         root = loss.grad_fn
         if root is None:
@@ -137,8 +137,8 @@ class LossCheck:
         for scale in graph.shared:
             if _is_scaler_factor(scale):
                 raise make_refusal(
-                    f"step {step}: {self._loss_description} is multiplied by {scale.value:g}, as torch.amp.GradScaler "
-                    "does",
+                    f"step {step}: {self._loss_description} was multiplied by {scale.value:g}, which is what "
+                    "torch.amp.GradScaler does",
                     'remove the scaler: lockstep.join(precision="fp16") scales the loss and unscales the gradients',
                 )
             if not scale.divides and scale.value == self.world_size > 1 and scale.value not in graph.counts:
@@ -162,10 +162,10 @@ class LossCheck:
             self._warn_once("division", f"{problem} ({find_calling_line()}); {advice}")
 
     def _check_sum(self, step: int, graph: "_LossGraph", has_weights: bool, step_weight: int) -> None:
-        """Raise UsageError if a mean was passed as a sum. Warn if a sum has more values than the micro-batch's weight.
+        """Raise UsageError if a mean was passed as a sum. Warn if the number of summed values exceeds the weight.
 
         If the script multiplies the sum by the weight of the step, it wants a plain sum, because the update divides by
-        the same weight. In this case, there is no warning.
+        this weight. In this case, there is no warning.
         """
         means = [term for term, kind in graph.find_reductions() if kind == "mean"]
         if means:
@@ -183,8 +183,8 @@ class LossCheck:
             )
         weight = graph.microbatch.weight
         value_count = min(graph.count_sum_values(term) for term in graph.terms)
-        undivided = any(not scale.divides and scale.value == step_weight for scale in graph.shared)
-        is_intended = undivided or (has_weights and not value_count % weight)
+        is_plain_sum = any(not scale.divides and scale.value == step_weight for scale in graph.shared)
+        is_intended = is_plain_sum or (has_weights and not value_count % weight)
         if value_count > weight and not is_intended:
             size = f"of weight {weight}" if has_weights else f"of {weight} samples"
             undivided_loss = f"{self._step_weight_code} * loss"
@@ -355,9 +355,11 @@ class _LossGraph:
 
     def is_expected_division(self, scale: Scale) -> bool:
         """Return whether a division averages several losses, halves squared errors, or averages over a dim."""
-        half = scale.value == 2 and any(get_operation_name(term.node).startswith(_SQUARES) for term in self.terms)
-        over_dim = all(term.kind == "sum" and scale.value in term.sizes[1:] for term in self.terms)
-        return half or over_dim or self._averages_terms(scale)
+        halves_squares = scale.value == 2 and any(
+            get_operation_name(term.node).startswith(_SQUARES) for term in self.terms
+        )
+        averages_dim = all(term.kind == "sum" and scale.value in term.sizes[1:] for term in self.terms)
+        return halves_squares or averages_dim or self._averages_terms(scale)
 
     def _averages_terms(self, scale: Scale) -> bool:
         """Return whether a division by n averages n losses that aren't the losses of individual samples."""

@@ -75,7 +75,7 @@ def find_terms(root: Node, num_samples: int, output_nodes: Collection[Node]) -> 
 
 
 def find_uncanceled_divisions(term: LossTerm) -> Sequence[Scale]:
-    """Return the divisions of a term that no multiplication by the same number cancels."""
+    """Return the divisions of a term that aren't canceled by a multiplication by the same number."""
     multipliers = [scale.value for scale in term.scales if not scale.divides]
     divisions = []
     for scale in term.scales:
@@ -167,7 +167,7 @@ def _find_mask(node: Node) -> Tensor | None:
 def _find_scaled_operand(
     term: LossTerm, operand_nodes: Sequence[Node], output_nodes: Collection[Node]
 ) -> list[LossTerm]:
-    """Return a list with the operand of a product or quotient that depends on outputs of the model, as a term.
+    """Return the operand of a product or quotient that depends on outputs of the model, as a list with one term.
 
     `operand_nodes` are the nodes of the two operands. Returns an empty list if both operands depend on outputs of the
     model, or if only the divisor does.

@@ -56,17 +56,17 @@ def parse_named_losses(
             "pass each loss in only one of them",
         )
     passed_names = {str(name) for name in (*means, *sums)}
-    unpassed = [name for name in weights if name not in passed_names]
+    missing = [name for name in weights if name not in passed_names]
     unknown = sorted(passed_names - weights.keys())
-    if unpassed and unknown:  # probably a typo
+    if missing and unknown:  # probably a typo
         raise make_refusal(
-            f"step {step_number}: step.backward received a loss {unknown[0]} and no loss {unpassed[0]}, but the weight "
+            f"step {step_number}: step.backward received a loss {unknown[0]} and no loss {missing[0]}, but the weight "
             f"argument of run.steps returns {describe_names(tuple(weights), '')}",
             "use the same names in step.backward and in weight=",
         )
-    if unpassed:
+    if missing:
         raise make_refusal(
-            f"step {step_number}: the loss {unpassed[0]} was not passed to step.backward, but the weight argument of "
+            f"step {step_number}: the loss {missing[0]} was not passed to step.backward, but the weight argument of "
             f"run.steps returns a weight for it",
             f"pass a loss for each name ({names}) in every micro-batch; if a micro-batch has nothing to learn for a "
             f"name, return the weight 0 for it",

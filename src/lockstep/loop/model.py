@@ -26,7 +26,7 @@ __tracebackhide__ = True  # let pytest hide these frames, so that it shows the l
 
 _BATCHNORM_ADVICE: Final = (
     "use fewer micro-batches, or drop_last=True in run.steps, because BatchNorm needs at least two samples in each "
-    "micro-batch, also in the last step of an epoch"
+    "micro-batch, including those in the last step of an epoch"
 )
 # Each of these words identifies the error that PyTorch raises if an operation doesn't support DTensor.
 _DTENSOR_WORDS: Final = ("DTensor", "DeviceMesh")
@@ -188,7 +188,7 @@ class CallConsistencyCheck:
             f"{prefix}ranks call the placed model differently in their micro-batches: "
             f"{counts if calling and finished else 'in a different order, or some ranks without gradients'}",
             "call it the same number of times in every micro-batch, and multiply outputs that a micro-batch does not "
-            "need by 0; or use strategy ddp or zero1, which do not communicate in a call of the model",
+            "need by 0; or use strategy ddp or zero1, which do not communicate when the model is called",
         )
 
 
@@ -213,7 +213,7 @@ def _make_early_exit_error(early_ranks: Sequence[int], remaining_ranks: Sequence
     return make_refusal(
         f"run.each: rank {leaving_ranks} left the loop before its last batch, and rank {staying_ranks} did not",
         "leave the loop after the same batch on all ranks, or let it run to its end; or use strategy ddp or zero1, "
-        "which do not communicate in a call of the model",
+        "which do not communicate when the model is called",
         call_site,
     )
 

@@ -181,7 +181,7 @@ def get_base_rate(optimizer: Optimizer) -> float:
     """Return the base learning rate. Updates without `lr` use this rate, and the rates of groups are relative to it.
 
     This is the default rate of the optimizer if a group uses the default. Otherwise, it is the first nonzero rate of a
-    group, because a default that no group uses, such as 0.001 of SGD, has no meaning.
+    group, because a default that no group uses, such as SGD's 0.001, has no meaning.
     """
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     default = float(optimizer.defaults["lr"])
@@ -421,7 +421,7 @@ class UserParamGroups:
         return self._compared_values[1]
 
     def collect_changes(self) -> list[GroupValues]:
-        """Return the settings of each group that changed since `place`, as JSON-serializable values."""
+        """Return, for each group, the settings that changed since `place`, as JSON-serializable values."""
         return [
             {
                 name: value

@@ -21,7 +21,7 @@ class ModuleModes:
     def __init__(self, model: nn.Module, initial_names: Sequence[str]) -> None:
         self._modules = dict(model.named_modules())
         names = [*self._modules]  # parents before their children
-        self._sizes = [_count_subtree_modules(names, index) for index in range(len(names))]
+        self._subtree_sizes = [_count_subtree_modules(names, index) for index in range(len(names))]
         # Names of the modules that were in evaluation mode when the script called run.place.
         self.initial_names = [*initial_names]
         # Names of the modules to set to evaluation mode at the first step.
@@ -44,7 +44,7 @@ class ModuleModes:
             return "none"
         names, descriptions, index = [*self._modules], [], 0
         while index < len(names):
-            name, size = names[index] or "the whole model", self._sizes[index]
+            name, size = names[index] or "the whole model", self._subtree_sizes[index]
             is_whole = all(in_evaluation[index : index + size])
             if in_evaluation[index]:
                 descriptions.append(name if is_whole else f"{names[index] or 'the model'} without its submodules")

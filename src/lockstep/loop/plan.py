@@ -135,5 +135,7 @@ def _validate_weight(result: Any, loss_suffix: str) -> int:
     if isinstance(result, Tensor) and not result.ndim and not result.is_floating_point():
         result = int(result)
     if type(result) is not int or not 0 <= result < _WEIGHT_LIMIT:
-        raise make_refusal(f"weight: returned {result!r}{loss_suffix}", "return an integer from 0 to below 2**53")
+        raise make_refusal(
+            f"weight: returned {result!r}{loss_suffix}", "return an integer of at least 0 and below 2**53"
+        )
     return result

@@ -52,7 +52,7 @@ class LoopRecord:
         """Record the settings of a loop that begins. All ranks must call this method.
 
         `ends_digest` is the digest of the first and last sample of the dataset. Raises UsageError if the settings
-        differ from an earlier loop of the run, or between ranks.
+        differ from those of an earlier loop of the run, or between ranks.
         """
         previous = self._dataset
         # The digest of the same dataset object can differ, because its samples may be random.
@@ -85,7 +85,7 @@ class LoopRecord:
             )
 
     def check_steps_left(self, plan: LoopPlan) -> None:
-        """Raise UsageError if no step is left, unless a resumed run had completed all steps."""
+        """Raise UsageError if no step is left, unless the run had already completed all steps when it resumed."""
         steps_done = self._rank.progress.step
         if steps_done < plan.steps.total or (steps_done > 0 and steps_done == self._first_step):
             return

@@ -51,8 +51,8 @@ from lockstep.training.checkpoint import store
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 _CHANGED_WEIGHTS_ADVICE: Final = (
-    "let only the optimizer change weights, not NumPy for example, and set placement.audit_every to find a device that "
-    "computes wrong results (docs/failures.md)"
+    "let only the optimizer change weights (not NumPy, for example), and set placement.audit_every to find a device "
+    "that computes wrong results (docs/failures.md)"
 )
 
 M = TypeVar("M", bound=nn.Module)
@@ -167,7 +167,7 @@ class Run:
             )
         check_model_and_optimizer(model, optimizer)
         if ema is not None and not 0 <= ema < 1:
-            raise make_refusal(f"run.place: got ema={ema}", "pass a decay from 0 to below 1, such as 0.999")
+            raise make_refusal(f"run.place: got ema={ema}", "pass a decay of at least 0 and below 1, such as 0.999")
         chunk_plan = ChunkPlan(chunks, plan or {})
         user_scheduler = None if scheduler is None else UserScheduler(scheduler, optimizer)
         with preserve_modes(model):
@@ -213,11 +213,11 @@ class Run:
         samples. `collate` makes a batch from a list of items. With `drop_last`, an epoch skips its last step if that
         step would be smaller than the other steps. `order` is `shuffled`, `sequential`, or a function of the epoch
         (from 0) that returns sample indices. The function must return the same indices on every rank, and the same
-        number of indices for each epoch. `lockstep.orders` has some of these functions.
+        number of indices for each epoch. `lockstep.orders` provides such functions.
 
         If the run has a folder, a checkpoint is saved after the last step. A signal also saves a checkpoint, and then
-        ends the script with exit code 75 (130 for Ctrl-C). Raises UsageError if a resumed run used a dataset of a
-        different length, or a different batch size, number of micro-batches or optimizer.
+        ends the script with exit code 75 (130 for Ctrl-C). Raises UsageError if the length of the dataset, the batch
+        size, the number of micro-batches or the optimizer differs from that of the run being resumed.
         """
         placed = self._begin_placed_call("run.steps")
         refuse_autocast("run.steps")
@@ -259,7 +259,7 @@ class Run:
         return self._evaluation.iterate_batches(placed, loader, samples)
 
     def sum(self, values: Any) -> Any:
-        """Return the sum of `values` over all ranks, the same on every rank.
+        """Return the sum of `values` over all ranks. The result is the same on every rank.
 
         Pass one value for each batch of `run.each`: a number, a tensor, or a dict of these. Integers are added exactly.
         All other values are added in float64 in a fixed order, so the sum doesn't depend on the number of ranks.
@@ -269,7 +269,7 @@ class Run:
         return self._evaluation.sum(values)
 
     def log(self, **metrics: float | Tensor) -> None:
-        """Write metrics of the last step, by name, to the terminal, the run folder and the sinks. Rank 0 writes."""
+        """Write metrics of the last step, by name, to the terminal, run folder and sinks. Only rank 0 writes them."""
         self._logged_metrics.log(metrics)
 
     def save(self) -> None:
@@ -406,9 +406,9 @@ def join(
 
     Seeds PyTorch, NumPy and Python with `seed`, and sets the number of threads and the kernels for this process. If
     `dir` contains a checkpoint, the run resumes from it. `dir` can be a URL such as s3://bucket/runs/a
-    (docs/checkpoints-and-runs.md). If `dir` is not set, nothing is saved. `precision` and
-    `threads` have the same meaning as in a recipe (docs/precision.md). `placement` and `run` accept the keys of these
-    sections in docs/configuration.md, such as `{"timeout_s": 60}` and `{"keep": 1}`.
+    (docs/checkpoints-and-runs.md). If `dir` is not set, nothing is saved. `precision` and `threads` have the same
+    meaning as in a recipe (docs/precision.md). `placement` and `run` accept the keys of these sections in
+    docs/configuration.md, such as `{"timeout_s": 60}` and `{"keep": 1}`.
 
     Every rank must call this function with the same arguments. If your script raises an exception, all ranks exit and
     the error is reported once. Raises UsageError with a list of all invalid arguments, and PreflightError if the

@@ -69,8 +69,8 @@ class UserScheduler:
         """
         self._scheduler.load_state_dict(_merge_state(self._scheduler.state_dict(), saved_state))
         # Checkpoints of earlier Lockstep versions have no initial state.
-        current, self.initial_state = self.initial_state, saved_initial_state or self.initial_state
-        changed_names = [name for name in current if current[name] != self.initial_state.get(name)]
+        own_initial_state, self.initial_state = self.initial_state, saved_initial_state or self.initial_state
+        changed_names = [name for name in own_initial_state if own_initial_state[name] != self.initial_state.get(name)]
         return [name for name in changed_names if not name.startswith("_")] or (["schedule"] if changed_names else [])
 
     def record_update(self) -> None:
@@ -118,7 +118,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _merge_state(current: Any, saved: Any) -> Any:
-    """Merge saved JSON values into the current scheduler state. Current values that are equal are kept as they are."""
+    """Merge saved JSON values into the current scheduler state. Current values that equal the saved values are kept."""
     if _to_json(current) == saved:
         return current
     if isinstance(current, Mapping) and isinstance(saved, dict) and {*map(str, current)} == {*saved}:

@@ -27,11 +27,11 @@ def start_script(path: str, arguments: Sequence[str], num_processes: int) -> int
         raise UsageError(f"{path}: file not found; pass a script that calls lockstep.join")
     failures: list[Failure] = []
     # The folder of the last run that the script opened. There is no lock, because a process could die while holding it.
-    claimed = RawArray("c", _MAX_PATH_BYTES)
-    work = partial(_run_worker, path, [path, *arguments], claimed)
+    claimed_folder = RawArray("c", _MAX_PATH_BYTES)
+    work = partial(_run_worker, path, [path, *arguments], claimed_folder)
     code = run_on_ranks(work, None, Placement(), num_processes, on_failure=failures.append, in_subprocess=True)
-    if failures and claimed.value:  # the failed script couldn't write the end status of its run
-        write_exit(Path(os.fsdecode(claimed.value)), code, failures[-1])
+    if failures and claimed_folder.value:  # the failed script couldn't write the end status of its run
+        write_exit(Path(os.fsdecode(claimed_folder.value)), code, failures[-1])
     return code
 
 

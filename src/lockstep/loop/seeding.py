@@ -6,7 +6,7 @@ from lockstep.comm.world import World
 from lockstep.core import random
 from lockstep.data.items import seed_python_and_numpy
 
-# The last component of the key, which identifies the point in a step at which the generators are seeded.
+# The component of a key that identifies the point at which the generators are seeded.
 _STEP_START: Final = 0
 _AFTER_MICROBATCHES: Final = 1
 _MICROBATCH: Final = 2

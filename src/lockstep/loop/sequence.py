@@ -51,7 +51,7 @@ class StepSequence:
         self._step: Step | None = None
         self._training_step: TrainingStep | None = None  # the data and the results of the current step
         self._reports: StepReporter | None = None  # the reports of the current loop
-        # The loss checks by the index of the update within a step, from 0, and by the name of the loss.
+        # Loss checks, keyed by (index of the update within the step, name of the loss).
         self._loss_checks: dict[tuple[int, str], LossCheck] = {}
         self._num_checked_updates = 0  # the number of updates per step whose module calls are already checked
         self._sums = StepSums(self._rank.world)  # the sums of the current step
@@ -156,7 +156,7 @@ class StepSequence:
             self._step = None
 
     def _get_loss_check(self, update_index: int, name: str) -> LossCheck:
-        """Return the LossCheck of a loss. `update_index` is the index of the update within a step, from 0.
+        """Return the LossCheck for a loss. `update_index` is the index of the update within the step, from 0.
 
         `name` is the name of the loss, or "" if a step has a single loss.
         """

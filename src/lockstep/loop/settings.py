@@ -1,4 +1,4 @@
-"""Validates the arguments of `lockstep.join` like the keys of a configuration."""
+"""Validates the arguments of `lockstep.join` in the same way as the keys of a configuration."""
 
 from collections.abc import Mapping
 from pathlib import Path

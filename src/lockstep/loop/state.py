@@ -23,7 +23,7 @@ from lockstep.training.checkpoint import store, tensorfile
 # The plain values of `run.state` as JSON, and a digest of each tensor. Equal states have equal summaries.
 StateSummary = tuple[str, dict[str, str]]
 
-_VALUE_ADVICE: Final = "store only numbers, strings, tensors, lists and dicts with string keys in it"
+_VALUE_ADVICE: Final = "store only numbers, strings, tensors, lists and dicts with string keys in run.state"
 
 
 @final
@@ -111,12 +111,12 @@ def check_shares_no_memory(tensors: Mapping[str, Tensor], model: nn.Module) -> N
     """Raise UsageError if a tensor in `run.state` shares memory with a parameter or buffer of the placed model."""
     named_tensors = (*model.named_parameters(), *model.named_buffers())
     spans = sorted(
-        (*_address_range(weight), name)
+        (*_get_address_range(weight), name)
         for name, weight in named_tensors
         if type(weight.detach()) is Tensor and weight.numel()
     )
     for path, tensor in tensors.items():
-        start, end = _address_range(tensor)
+        start, end = _get_address_range(tensor)
         index = bisect_right(spans, start, key=itemgetter(1))  # the first tensor that ends after `start`
         if tensor.numel() and index < len(spans) and spans[index][0] < end:
             raise make_refusal(
@@ -134,9 +134,10 @@ def compute_state_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 def join_state(
     path: object, plain_values: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Any]:
-    """Return the `run.state` for plain values and tensors from `split_state`, with the tensors on `device`.
+    """Reassemble `run.state` from the plain values and tensors of `split_state`, with the tensors on `device`.
 
-    `path` is the checkpoint, for errors. Raises UsageError if the plain values have no None at the path of a tensor.
+    `path` is the path of the checkpoint, for error messages. Raises UsageError if the plain values have no None
+    at the path of a tensor.
     """
     state = dict(plain_values)
     for name, tensor in tensors.items():
@@ -207,7 +208,7 @@ def _check_no_overlap(tensors: Mapping[str, Tensor]) -> None:
     A write to one of them would change both, but not after a resume, which restores them as separate tensors. Adjacent
     tensors in the same storage are fine, such as the running statistics of a copied BatchNorm layer.
     """
-    spans = sorted((*_address_range(tensor), path) for path, tensor in tensors.items() if tensor.numel())
+    spans = sorted((*_get_address_range(tensor), path) for path, tensor in tensors.items() if tensor.numel())
     for (_, end, left_path), (start, _, right_path) in pairwise(spans):
         if start < end:
             first_path, later_path = sorted((left_path, right_path), key=[*tensors].index)
@@ -218,7 +219,7 @@ def _check_no_overlap(tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def _address_range(tensor: Tensor) -> tuple[int, int]:
+def _get_address_range(tensor: Tensor) -> tuple[int, int]:
     """Return the start and end address of a contiguous tensor."""
     return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
 

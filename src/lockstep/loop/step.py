@@ -41,7 +41,7 @@ __tracebackhide__ = True  # let pytest hide these frames, so that it shows the l
 @final
 @dataclass(eq=False, repr=False)
 class Step:
-    """A step of `run.steps`: iterate over its micro-batches, call `backward` for each loss, and `update` at the end.
+    """A step of `run.steps`: iterate over its micro-batches, call `backward` for each of them, and `update` at the end.
 
     To update groups of the optimizer separately, iterate over the micro-batches again before each `update(of=...)`.
     """
@@ -122,7 +122,7 @@ class Step:
     def losses(self) -> Mapping[str, Tensor]:
         """The means of the losses that you pass by name: 0-dim and float64, the same on every rank.
 
-        Available after `update`. The mean of a loss of weight 0 is 0.
+        Available after `update`. The mean of a loss with weight 0 is 0.
         """
         if self._training_step.sums is None:
             raise make_refusal(
@@ -152,7 +152,7 @@ class Step:
     def duplicate(self) -> bool:
         """Whether the current micro-batch is counted on a different rank. If True, exclude it from your own totals.
 
-        Ranks compute duplicates if the strategy shards weights and ranks would have different numbers of micro-batches,
+        Ranks process duplicates if the strategy shards weights and ranks would have different numbers of micro-batches,
         and if an audit repeats a micro-batch.
         """
         return self._duplicate
@@ -304,7 +304,7 @@ class Step:
         return microbatch
 
     def _check_named_losses(self, arguments: Sequence[NamedLossArgument]) -> tuple[Losses, bool]:
-        """Check the named losses, and return them for the engine with `is_mean`, which is False for named losses."""
+        """Check the named losses, and return them as `Losses`, together with False as `is_mean`."""
         microbatch, step = self._require_microbatch(), self._training_step.step
         assert microbatch.weights is not None
         for name, loss, is_mean in arguments:
@@ -351,7 +351,7 @@ class Step:
         `lr` is the learning rate. It defaults to the rate of the scheduler if you passed one to `run.place`, and
         otherwise to the rate that the optimizer was created with. Groups keep the ratio of their rates. If you don't
         set `clip`, the gradient is not clipped. Pass `of`, the name of a group of the optimizer, to update only the
-        groups of this name.
+        groups with this name.
 
         Every rank must call this method with the same arguments, once for each step or once after each iteration with
         `of`.

@@ -63,7 +63,7 @@ class StepPass:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the loop has computed all micro-batches of this iteration."""
+        """Whether the loop has processed all micro-batches of this iteration."""
         return (
             self.has_begun
             and self.backward_count >= self.num_expected
@@ -71,7 +71,7 @@ class StepPass:
         )
 
     def iterate_microbatches(self) -> Iterator[MicroBatch]:
-        """Yield the micro-batches that the loop must compute. In an audited step, also reduces the gradient."""
+        """Yield the micro-batches that the loop must process. In an audited step, also reduces the gradient."""
         for part in [self._computation] if self._audit is None else self._audit():
             self._computation = part
             if not part.is_extra:

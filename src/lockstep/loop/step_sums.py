@@ -78,7 +78,7 @@ class StepSums:
         return vector
 
     def end(self, *, has_idle_ranks: bool) -> None:
-        """Set `names` to the names that were passed in this iteration. All ranks must call this method at its end.
+        """Set `names` to the names that were passed in this iteration. All ranks must call this after the iteration.
 
         Set `has_idle_ranks` if some ranks have no micro-batch. These ranks receive the names from the other ranks.
         """

@@ -108,9 +108,13 @@ class TrainingLoop:
     def _begin_step(self, training_step: TrainingStep, reports: StepReporter) -> Step:
         audit = None
         if self._audits is not None and self._audits.is_due(training_step.step):
-            parts = self.placed.audit.iterate_computations
+            iterate_computations = self.placed.audit.iterate_computations
             audit = partial(
-                parts, self._audits, self._loader.fetch_microbatch, training_step.microbatches, training_step.step
+                iterate_computations,
+                self._audits,
+                self._loader.fetch_microbatch,
+                training_step.microbatches,
+                training_step.step,
             )
         examination = self._make_examination(training_step)
         refuse_autocast(f"step {training_step.step.number + 1}")
@@ -162,11 +166,11 @@ class TrainingLoop:
             return ""
         if member.replay:
             return ""
-        by_launch = WORKER_CONTEXT.get() is not None
-        return make_verify_hint(self._world.size, self._rank.folder, sys.argv, by_launch)
+        started_by_launch = WORKER_CONTEXT.get() is not None
+        return make_verify_hint(self._world.size, self._rank.folder, sys.argv, started_by_launch)
 
     def _make_step_source(self) -> Batches:
-        """Return a function that yields steps from a given step on, and in a replay, only up to the replayed step."""
+        """Return a function that yields the steps from a given step on. In a replay, it stops after `last_step`."""
         loader, replay = self._loader, self.member.replay
         if replay is None:
             return loader.iterate_steps

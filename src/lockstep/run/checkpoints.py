@@ -74,13 +74,13 @@ class Checkpoints:
         seed = rank.numerics["hash_seed"]
         saved_seed = state.numerics.get("hash_seed", seed)
         for line in machine.describe_fingerprint_differences({**state.numerics, "hash_seed": seed}, rank.numerics):
-            rank.warn(f"{line}: results may differ from an uninterrupted run")
+            rank.warn(f"{line}: results may differ from those of an uninterrupted run")
         if saved_seed != seed:
             rank.warn(make_changed_seed_warning(saved_seed, seed))
         if changed := describe_source_changes(state.source, rank.source):
             rank.warn(
                 f"your source files changed since step {rank.progress.step} was saved: {changed}; the run continues "
-                f"with the new files, and its results can differ from an uninterrupted run"
+                f"with the new files, and its results can differ from those of an uninterrupted run"
             )
 
     def save(self) -> list[Saved]:

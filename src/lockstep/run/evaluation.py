@@ -38,15 +38,14 @@ from lockstep.runs.remote import make_local_copy
 from lockstep.setup.dataset_info import collect_values_to_compare
 from lockstep.setup.engine import start_engine
 from lockstep.setup.prepare import PreparedConfig, PreparedRun, check_config, prepare_config
-from lockstep.setup.resume import get_checkpoint_recipe
-from lockstep.setup.resume import get_evaluation_state as checked_state
+from lockstep.setup.resume import get_checkpoint_recipe, get_evaluation_state
 from lockstep.setup.user_code import get_import_paths
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.signing import read_signing_key
 from lockstep.training.events import Evaluated
 from lockstep.training.progress import Progress
 
-# Key prefixes that only apply to training.
+# Prefixes of the keys that only apply to training.
 _TRAINING_PREFIXES: Final = ("run.", *(f"recipe.{key}" for key in TRAINING_KEYS))
 
 
@@ -55,8 +54,8 @@ class EvalRequest:
     """A request to evaluate a saved run.
 
     - `path`: A checkpoint or a run folder.
-    - `overrides`: Overrides of its configuration.
-    - `trust`: Whether to run user code that its recipe references.
+    - `overrides`: Overrides of the run's configuration.
+    - `trust`: Whether to run user code that the run's recipe references.
     - `best`: Whether to use the best checkpoint of a run folder instead of the newest.
     - `command`: The name of the lockstep command.
     """
@@ -88,7 +87,7 @@ def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
         print_message(f"note: {note}")
     prepared = _prepare_evaluation(loaded, checkpoint)
     _check_run(checkpoint)
-    checked_state(checkpoint.path, checkpoint.snapshot, prepared.setup)
+    get_evaluation_state(checkpoint.path, checkpoint.snapshot, prepared.setup)
     for problem in checkpoint.problems:
         print_message(f"warning: {problem}")
     return run_on_ranks(
@@ -146,9 +145,9 @@ def open_checkpoint(
     prefer: Literal["newest", "best"] = "best" if request.best else "newest"
     checkpoint = checkpoint or store.load(make_local_copy(request.path, prefer), prefer)
     recipe = section_to_dict(get_checkpoint_recipe(checkpoint.path, checkpoint.snapshot))
-    run_config = checkpoint.path.parent.parent / CONFIG_NAME
-    if os.path.lexists(run_config):
-        data = read_run_recipe(run_config).data
+    config_path = checkpoint.path.parent.parent / CONFIG_NAME
+    if os.path.lexists(config_path):
+        data = read_run_recipe(config_path).data
         recipe["data"] |= {"root": data.root, "download": data.download}
     label, text = str(checkpoint.path / store.STATE), json.dumps({"recipe": recipe})
     loaded = load_text(text, label, checkpoint.path.name, request.overrides, splits_steps=False)
@@ -188,7 +187,8 @@ def check_user_code(request: EvalRequest, loaded: LoadedConfig) -> Mapping[str, 
 def _check_keys(request: EvalRequest, overridden_keys: Sequence[str]) -> None:
     """Raise UsageError if the command would ignore one of the overridden keys.
 
-    All of these commands ignore training keys. Only `lockstep eval` uses placement keys besides `placement.device`.
+    Every command with an EvalRequest ignores training keys. Only `lockstep eval` uses placement keys other than
+    `placement.device`.
     """
     is_local = request.command != "eval"  # whether the command runs in this process
     for key in overridden_keys:
@@ -201,11 +201,11 @@ def _check_keys(request: EvalRequest, overridden_keys: Sequence[str]) -> None:
 
 def _check_run(checkpoint: store.FoundCheckpoint) -> None:
     """Raise UsageError if the checkpoint is in the folder of a run with a different recipe."""
-    config = checkpoint.path.parent.parent / CONFIG_NAME
-    if not os.path.lexists(config):
+    config_path = checkpoint.path.parent.parent / CONFIG_NAME
+    if not os.path.lexists(config_path):
         return
     run, checkpoint_recipe_values = (
-        section_to_dict(read_run_recipe(config)),
+        section_to_dict(read_run_recipe(config_path)),
         section_to_dict(get_checkpoint_recipe(checkpoint.path, checkpoint.snapshot)),
     )
     if select_comparable_values(run) != select_comparable_values(checkpoint_recipe_values):
@@ -215,7 +215,10 @@ def _check_run(checkpoint: store.FoundCheckpoint) -> None:
         ]
         raise UsageError(
             "\n".join(
-                [f"{checkpoint.path}: does not belong to the run of {config}; move it to a separate folder:", *lines]
+                [
+                    f"{checkpoint.path}: does not belong to the run of {config_path}; move it to a separate folder:",
+                    *lines,
+                ]
             )
         )
 
@@ -271,7 +274,9 @@ def _evaluate_on_rank(
         prepared = prepared or _prepare_evaluation(loaded, checkpoint, rendezvous.info.size)
         ready = prepared.setup
         progress = (
-            Progress() if checkpoint is None else checked_state(checkpoint.path, checkpoint.snapshot, ready).progress
+            Progress()
+            if checkpoint is None
+            else get_evaluation_state(checkpoint.path, checkpoint.snapshot, ready).progress
         )
         rendezvous.compare(collect_values_to_compare(ready))
         with session.open_world() as world:

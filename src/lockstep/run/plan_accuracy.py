@@ -13,7 +13,7 @@ from lockstep.setup.resolved import ResolvedConfig
 
 T = TypeVar("T")
 _FIRST_MEMORY_STEP: Final = 2  # the first step whose memory is measured, because step 1 creates the optimizer state
-_FIRST_TIMED_STEP: Final = 7  # the first step whose time is measured; the memory of earlier steps is measured
+_FIRST_TIMED_STEP: Final = 7  # the first step whose time is measured, after the steps whose memory is measured
 
 
 @final

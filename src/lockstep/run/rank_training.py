@@ -87,8 +87,8 @@ class RankTraining:
         self.loader: Loader
         build = ready.problem.build_model
         problem = replace(ready.problem, build_model=lambda: check_initial_weights(world, build(), _SEED_ADVICE))
-        agreed_setup = replace(prepared, setup=replace(ready, problem=problem))
-        self.engine, self.loader = start_engine(agreed_setup, world, is_resumed=self.resumed is not None)
+        checked_prepared = replace(prepared, setup=replace(ready, problem=problem))
+        self.engine, self.loader = start_engine(checked_prepared, world, is_resumed=self.resumed is not None)
         self.checkpoints = Checkpoints(self.rank, prepared.run, self.engine, self._run_settings, ready.summary.buffers)
 
     def run(self, stop: StopRequest) -> int:
@@ -168,8 +168,10 @@ class RankTraining:
 
     def _evaluate(self, progress: Progress) -> Evaluated:
         with self.rank.during("evaluating"):
-            keep = self._write_report if progress.step == self.prepared.setup.steps.total else None
-            return make_evaluation_event(self.engine, self.world, self.prepared.setup, self.loader, progress, keep)
+            write_report = self._write_report if progress.step == self.prepared.setup.steps.total else None
+            return make_evaluation_event(
+                self.engine, self.world, self.prepared.setup, self.loader, progress, write_report
+            )
 
     def _write_report(self, report: TaskReport) -> None:
         """Write the detailed report of the last evaluation to the run folder. Only rank 0 writes it."""
@@ -183,13 +185,13 @@ class RankTraining:
 
     def _report_unreadable(self) -> Iterator[Skipped]:
         """Yield the files that any rank couldn't read since the last report. All ranks must call it."""
-        for split_index, file in enumerate(self.prepared.setup.data.files or ()):
+        for split_index, get_file_name in enumerate(self.prepared.setup.data.files or ()):
             unreadable, reported = self.loader.unreadable[split_index], self.reported[split_index]
             by_rank = self.world.all_gather_json(sorted(unreadable - reported))
             new_indices = sorted({index for rank_indices in by_rank for index in rank_indices} - reported)
             reported.update(new_indices)
             for first in range(0, len(new_indices), _MAX_FILES_PER_EVENT):
-                files = tuple(file(index) for index in new_indices[first : first + _MAX_FILES_PER_EVENT])
+                files = tuple(get_file_name(index) for index in new_indices[first : first + _MAX_FILES_PER_EVENT])
                 yield Skipped(**self.rank.progress.event_fields, files=files)
 
     def _make_done_event(self) -> Done:
@@ -222,8 +224,8 @@ class RankTraining:
         prepared = self.prepared
         recipe, run = prepared.recipe, prepared.run
         recipe_values = {format_key(path): value for path, value in iterate_leaves(section_to_dict(recipe))}
-        rule = f"learning rate {planning.format_base_rate(recipe)}"
-        with sinks.open_sinks(run, recipe_values, rule, folder, self.streams) as config_sinks:
+        lr_formula = f"learning rate {planning.format_base_rate(recipe)}"
+        with sinks.open_sinks(run, recipe_values, lr_formula, folder, self.streams) as config_sinks:
             communication = {"backend": self.world.backend, "ranks with one device": self.world.device_sharing_groups}
             source = prepared.source_hashes | hash_sources(sinks.list_custom_sinks(run))
             first_weights = make_weights_record(recipe, prepared.setup.initial_weights, prepared.setup.weights_report)

@@ -34,7 +34,7 @@ from lockstep.ranks.stall import StallDetector
 
 @final
 class Session:
-    """An open rank: its device is ready, stall detection is active, and its settings are the same as on all ranks."""
+    """An open rank: its device is ready, stall detection is active, and its settings match those of the other ranks."""
 
     def __init__(self, rendezvous: Rendezvous, placement: Placement, device: torch.device) -> None:
         self.device = device
@@ -79,8 +79,8 @@ def open_recipe_rank(
 ) -> Iterator[Session]:
     """Return a context manager that opens this rank, and also compares the recipe between ranks. See `open_rank`."""
     recipe = loaded.config.recipe
-    compared_facts = {"recipe": select_comparable_values(section_to_dict(recipe)), **(compared_values or {})}
-    with open_rank(rendezvous, loaded.config.placement, recipe, compared_facts) as session:
+    all_compared_values = {"recipe": select_comparable_values(section_to_dict(recipe)), **(compared_values or {})}
+    with open_rank(rendezvous, loaded.config.placement, recipe, all_compared_values) as session:
         yield session
 
 

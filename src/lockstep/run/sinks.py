@@ -54,7 +54,7 @@ def check_sinks(run: RunConfig) -> None:
                     f"sink {sink.name}: {sink.name} is not installed; pip install 'lockstep-train[{sink.name}]'"
                 )
             _check_sink_options(index, sink, _OPTIONS[sink.name])
-        for key, text in _iter_strings(sink.model_extra or {}):
+        for key, text in _iterate_strings(sink.model_extra or {}):
             if _is_secret(key, text):
                 raise UsageError(
                     f"run.sinks.{index}.{key}: contains a secret, which config.yaml and environment.json would store; "
@@ -95,8 +95,8 @@ def open_sinks(
             # Imported lazily, because the import takes about a second.
             from lockstep.reporting.tensorboard import TensorBoard
 
-            curves = TensorBoard(folder / run_folder.TENSORBOARD)
-            optional.append(OptionalSink("tensorboard", curves, warn))
+            tensorboard = TensorBoard(folder / run_folder.TENSORBOARD)
+            optional.append(OptionalSink("tensorboard", tensorboard, warn))
             stack.callback(optional[-1].close)
         file_sinks: list[Sink] = [
             JsonLines(folder / run_folder.EVENTS),
@@ -144,15 +144,15 @@ def _open_custom_sink(import_path: str, folder: Path, options: Mapping[str, Any]
     return _CustomSink(sink)
 
 
-def _iter_strings(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _iterate_strings(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the key and the value of each string in the options, including nested lists and mappings."""
     for key, value in options.items():
         if isinstance(value, str):
             yield key, value
         elif isinstance(value, Mapping):
-            yield from ((f"{key}.{subkey}", text) for subkey, text in _iter_strings(value))
+            yield from ((f"{key}.{subkey}", text) for subkey, text in _iterate_strings(value))
         elif isinstance(value, list):
-            yield from _iter_strings({f"{key}.{index}": item for index, item in enumerate(value)})
+            yield from _iterate_strings({f"{key}.{index}": item for index, item in enumerate(value)})
 
 
 def _is_secret(key: str, text: str) -> bool:

@@ -106,7 +106,7 @@ def can_be_spawned(function: Callable[..., object]) -> bool:
 
 @contextmanager
 def _hide_main() -> Iterator[None]:
-    """Hide the main script of this process while processes are spawned, because they would run the script again."""
+    """Hide the main script of this process while processes are spawned, because they would otherwise run it again."""
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -120,9 +120,9 @@ def preload_modules() -> None:
 
     For example, importing FSDP takes half a second per process.
     """
-    for room in (comm, device):
-        for module in pkgutil.iter_modules(room.__path__):
-            import_module(f"{room.__name__}.{module.name}")
+    for package in (comm, device):
+        for module in pkgutil.iter_modules(package.__path__):
+            import_module(f"{package.__name__}.{module.name}")
 
 
 def run_in_workers(

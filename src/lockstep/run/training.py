@@ -44,8 +44,7 @@ from lockstep.setup.dataset_info import collect_values_to_compare
 from lockstep.setup.post_training import check_packing
 from lockstep.setup.prepare import PreparedConfig, PreparedRun, check_config, prepare_config, prepare_run
 from lockstep.setup.resolved import ResolvedConfig, explain_process_count
-from lockstep.setup.resume import check_start
-from lockstep.setup.resume import get_resume_state as checked_state
+from lockstep.setup.resume import check_start, get_resume_state
 from lockstep.setup.trained_parameters import describe_fine_tuning
 from lockstep.training.checkpoint.read_same_checkpoint import read_same_checkpoint
 from lockstep.training.checkpoint.signing import read_signing_key
@@ -140,8 +139,8 @@ def prepare_training_rank(
 ) -> tuple[Placement, RankFunction]:
     """Return the placement, and the function that trains on a rank started by a launcher.
 
-    Runs the checks that are possible before the ranks join. `extra_sink` is a sink of this rank. The sinks of the
-    configuration are only opened on rank 0.
+    Runs the checks that are possible before the ranks join. `extra_sink` is an additional sink on this rank. The sinks
+    of the configuration are only opened on rank 0.
     """
     _check_launch(loaded.config, info)
     with add_key_positions(loaded):
@@ -202,7 +201,7 @@ def run_rank(
                 print_warnings(prepared)
         else:
             prepared = prepared_config
-        if info.size > 1:  # skipped for a single rank, because it reads samples
+        if info.size > 1:  # skipped for a single rank, because collecting the values reads samples
             rendezvous.compare(
                 collect_values_to_compare(prepared.setup) | {"your source files": prepared.source_hashes}
             )
@@ -210,7 +209,7 @@ def run_rank(
         checkpoint = find_on_this_host(run_start.checkpoint, loaded.config.run.resume)
         if checkpoint:
             manifest, snapshot = read_same_checkpoint(rendezvous, checkpoint, read_signing_key(prepared.run.key_file))
-            state = checked_state(checkpoint, snapshot, prepared.setup)
+            state = get_resume_state(checkpoint, snapshot, prepared.setup)
             resumed = ResumeCheckpoint(snapshot, state, manifest.weights_sha256)
         if resumed is None:
             with add_key_positions(loaded):

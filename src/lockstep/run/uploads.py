@@ -15,8 +15,8 @@ _INTERVAL_S: Final = 30.0  # minimum seconds between uploads of events, because 
 class UploadSink:
     """Uploads the events at the start of a run and after each save, and otherwise at most every 30 seconds.
 
-    A failed upload is only a warning here, because the next upload includes the same events. A checkpoint that can't be
-    uploaded ends the run (runs/remote.py).
+    A failed upload only causes a warning here, because the next upload includes the same events. A checkpoint that
+    can't be uploaded ends the run (runs/remote.py).
     """
 
     def __init__(self, mirror: Mirror, warn: Callable[[str], None]) -> None:

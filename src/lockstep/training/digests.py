@@ -1,6 +1,6 @@
 """Computes digests of the reduced gradient of each step, and of the weights at each save.
 
-The digests don't depend on the placement. They are computed in three phases:
+The digests don't depend on the placement. They are computed as follows:
 
 1. Each rank computes a partial digest on its device, and keeps it there.
 
@@ -98,12 +98,12 @@ class StepDigests:
             self.report(f"digests: one every {every} steps, to take at most {MAX_TIME_FRACTION:.1%} of the time\n")
         if self.world.rank == 0:
             summed = zip(pending, values, strict=True)
-            self.write([Digest(step, value % (1 << 64), weights) for (step, weights, _), value in summed])
+            self.write([Digest(step, value % (1 << 64), is_weights) for (step, is_weights, _), value in summed])
 
     def _add_digest(self, step: int, tensors: NamedTensors, is_weights: bool) -> None:
-        self._pending.append((step, is_weights, self._digests.digest_model(tensors, self._assigned_names(tensors))))
+        self._pending.append((step, is_weights, self._digests.digest_model(tensors, self._get_assigned_names(tensors))))
 
-    def _assigned_names(self, tensors: NamedTensors) -> frozenset[str]:
+    def _get_assigned_names(self, tensors: NamedTensors) -> frozenset[str]:
         """Return the names of the unsharded tensors whose digests are computed on this rank only."""
         names = tuple(tensors)
         if names not in self._assigned_names_cache:

@@ -44,8 +44,8 @@ class Lock(AbstractContextManager["Lock"]):
 def lock(run_dir: Path) -> Lock:
     """Lock a run folder for this process. Create the folder if needed. Raise UsageError if the folder is in use.
 
-    Exactly one process of a run must call it, and this process must end last. Releasing the lock doesn't remove
-    the lock file. If it did, two processes could hold locks on two files with the same name.
+    Exactly one process of a run must call this function, and it must be the last process to end. Releasing the
+    lock doesn't remove the lock file. If it did, two processes could hold locks on two files with the same name.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     descriptor = plainfile.open_descriptor(run_dir / LOCK, os.O_RDWR | os.O_CREAT)

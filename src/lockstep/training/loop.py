@@ -15,7 +15,7 @@ from lockstep.training.turn import TrainingStep
 
 
 class StopSource(Protocol):
-    """The source of stop requests. `level` is 0 if no stop is requested, or else a level of ranks/signals.py."""
+    """The source of stop requests. `level` is 0 if no stop is requested, or else one of those in ranks/signals.py."""
 
     @property
     def level(self) -> int: ...
@@ -73,7 +73,7 @@ def iterate_training_steps(
     evaluations.
 
     5. If a save is due, `save` starts it, collects the digests, and returns the saves that have completed. A save is
-    also due if the run ends or stops, or if `is_preempted` returns True at a reported step. All ranks call it.
+    also due if the run ends or stops, or if `is_preempted` returns True at a reported step. All ranks call `save`.
 
     6. If the ranks agreed to stop before the plan ends, Stopped is yielded, and the generator returns.
 

@@ -20,7 +20,7 @@ from lockstep.tasks.base import MicroBatch
 
 LOSS: Final = "the loss"
 BATCH: Final = "the batch"
-_MODULE: Final = "lockstep module"
+_MODULE_KEY: Final = "lockstep module"
 # The results of these operations can be uninitialized memory, or infinite on purpose, as in an attention mask.
 _UNINITIALIZED_OPS: Final = ("empty", "new_empty")
 _FILL_OPS: Final = (*_UNINITIALIZED_OPS, "full", "fill", "masked_fill", "scalar_tensor", "where", "zeros", "new_full")
@@ -47,8 +47,8 @@ class NonFinite(NamedTuple):
     """The first non-finite value that was computed from finite inputs.
 
     `module` and `operation` are the module and the operation that computed the value. If the input batch already
-    contained it, `module` is BATCH and `operation` is empty. `sample_index` is the index of the sample with the value
-    in the micro-batch, or -1 if the value doesn't belong to a single sample.
+    contained it, `module` is BATCH and `operation` is empty. `sample_index` is the index, within the micro-batch, of
+    the sample with the value, or -1 if the value doesn't belong to a single sample.
     """
 
     kind: Literal["NaN", "inf"]
@@ -165,23 +165,24 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if tensor.is_floating_point() and tensor.numel():
                     self._observations.record_activation(name, float(tensor.detach().abs().amax()))
                 if tensor.grad_fn is not None:
-                    _node_metadata(tensor.grad_fn).setdefault(_MODULE, name)  # setdefault keeps the innermost module
+                    # `setdefault` keeps the innermost module.
+                    _node_metadata(tensor.grad_fn).setdefault(_MODULE_KEY, name)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         node = torch._C._current_autograd_node()
         if node is not None:
-            self._backward_module = _node_metadata(node).get(_MODULE, self._backward_module)
+            self._backward_module = _node_metadata(node).get(_MODULE_KEY, self._backward_module)
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         if self._paused or name.startswith(_COLLECTIVE_PREFIXES):
             return func(*args, **kwargs)
         # Inspect the inputs before the operation runs, because it may write its result into them.
         is_checked = self._observations.nonfinite is None and not name.startswith(_FILL_OPS)
-        input_kinds = [*map(_find_nan_and_inf, get_tensors((args, kwargs)))] if is_checked else []
+        input_nan_and_inf = [*map(_find_nan_and_inf, get_tensors((args, kwargs)))] if is_checked else []
         outputs = func(*args, **kwargs)
         with self.paused():
             self._check_outputs(
-                name, input_kinds if is_checked else None, outputs, None if node is None else node.name()
+                name, input_nan_and_inf if is_checked else None, outputs, None if node is None else node.name()
             )
         return outputs
 
@@ -195,10 +196,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record_tensors(phase, module, operation, outputs)
         if input_nan_and_inf is None:
             return
-        output_kinds = [*map(_find_nan_and_inf, get_tensors(outputs))]
+        output_nan_and_inf = [*map(_find_nan_and_inf, get_tensors(outputs))]
         for kind, position in (("NaN", 0), ("inf", 1)):
-            if any(kinds[position] for kinds in output_kinds) and not any(
-                kinds[position] or kinds[0] for kinds in input_nan_and_inf
+            if any(flags[position] for flags in output_nan_and_inf) and not any(
+                flags[position] or flags[0] for flags in input_nan_and_inf
             ):
                 sample = self._find_sample(get_tensors(outputs))
                 self._observations.nonfinite = NonFinite(kind, module, operation, phase, self._microbatch.index, sample)  # type: ignore[arg-type]
@@ -232,8 +233,8 @@ def _select_sample(index: int, num_samples: int, tensor: Tensor) -> Tensor:
 
 def _node_metadata(node: Any) -> dict[str, Any]:
     """Return the metadata of an autograd node. The stubs of torch declare `metadata` as a function."""
-    notes: dict[str, Any] = node.metadata
-    return notes
+    metadata: dict[str, Any] = node.metadata
+    return metadata
 
 
 def _find_nan_and_inf(tensor: Tensor) -> tuple[bool, bool]:

@@ -13,11 +13,11 @@ from lockstep.errors import TrainingError
 from lockstep.training.checkpoint import tensorfile
 
 
-def _full_batch(batch: Batch) -> Batch:
+def _select_all(batch: Batch) -> Batch:
     return batch
 
 
-def digest_end_samples(split: Split, select: Callable[[Batch], Any] = _full_batch) -> str:
+def digest_end_samples(split: Split, select: Callable[[Batch], Any] = _select_all) -> str:
     """Return a digest of the first and last sample of a split, or "unreadable" if a sample can't be read.
 
     `select` returns the part of a batch that the digest covers.

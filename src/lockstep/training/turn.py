@@ -35,7 +35,7 @@ class TrainingStep:
     def record_update(self, lr: float, sums: Sums, update: Update) -> None:
         """Record the results of an update at learning rate `lr`, and count the step as complete.
 
-        A step may have several updates, each of different parameters. In this case, the step counts once, at the
+        A step may have several updates, which change different parameters. In this case, the step counts once, at the
         learning rate of the first update. The loss and the norm are those of the last update, but a non-finite loss of
         an earlier update is kept.
         """

@@ -17,8 +17,8 @@ def measure_update(
 ) -> tuple[Update, list[ParameterNorms]]:
     """Call `apply_update`, and return its result and the norms of each trained parameter. All ranks call it.
 
-    `weights_before` and `weights_after` yield the weights. They are iterated before and after the update, respectively.
-    Only rank 0 gets the norms of all parameters.
+    `weights_before` and `weights_after` yield the weights. They are iterated over before and after the update,
+    respectively. Only rank 0 gets the norms of all parameters.
     """
     gradient_norms = {name: _l2_norm(gradient) for name, gradient in gradients}
     weights = {name: weight.clone() for name, weight in weights_before}

@@ -85,5 +85,5 @@ def sync_folder(path: Path) -> None:
 
 
 def _make_temporary_path(path: Path) -> Path:
-    # The file must be in the same folder, because a rename is atomic only within a file system.
+    # The temporary file must be in the same folder, because a rename is atomic only within a file system.
     return path.with_name(f".{path.name}.tmp-{os.getpid()}")

@@ -52,17 +52,17 @@ def save(
     send their rows through it.
     """
     final = folder / store.step_name(step)
-    frames = {name: tensorfile.make_layout(tensors) for name, tensors in snapshot.files.items()}
+    layouts = {name: tensorfile.make_layout(tensors) for name, tensors in snapshot.files.items()}
 
     def prepare() -> str:
         temporary = store.prepare(final)
-        for name, frame in frames.items():
-            durable.create_preallocated(temporary / name, frame.head, frame.bytes)
+        for name, layout in layouts.items():
+            durable.create_preallocated(temporary / name, layout.head, layout.bytes)
         return str(temporary)
 
     def write(temporary: Path) -> bool:
         parts = {
-            name: tensorfile.iterate_local_chunks(tensors, frames[name].offsets, world.rank)
+            name: tensorfile.iterate_local_chunks(tensors, layouts[name].offsets, world.rank)
             for name, tensors in snapshot.files.items()
         }
         if remote is not None and not temporary.is_dir():
@@ -76,18 +76,18 @@ def save(
         for rank in sender_ranks:
             assert remote is not None
             remote.receive(final.name, rank, temporary_folder)
-        files = {name: durable.hash_file(temporary_folder / name) for name in frames}
-        # A memory-mapped file.
+        files = {name: durable.hash_file(temporary_folder / name) for name in layouts}
+        # `load_file` maps the file into memory, so large weights are read in parts.
         weights = store.weights_sha256(safetensors.torch.load_file(temporary_folder / store.MODEL))
         store.publish(final, files, weights, snapshot.state, keep, best, key)
         return weights
 
     try:
-        temporary = Path(world.broadcast_text(_all_succeed(world, prepare if world.rank == 0 else str)))
-        sends = _all_succeed(world, lambda: write(temporary))
-        senders = [] if remote is None else _find_ranks_where(world, sends)
+        temporary = Path(world.broadcast_text(_run_on_all_ranks(world, prepare if world.rank == 0 else str)))
+        has_sent = _run_on_all_ranks(world, lambda: write(temporary))
+        senders = [] if remote is None else _find_ranks_where(world, has_sent)
         return world.broadcast_text(
-            _all_succeed(world, (lambda: publish(temporary, senders)) if world.rank == 0 else str)
+            _run_on_all_ranks(world, (lambda: publish(temporary, senders)) if world.rank == 0 else str)
         )
     except OSError as error:
         if world.rank == 0:
@@ -102,7 +102,7 @@ def _find_ranks_where(world: World, condition: bool) -> list[int]:
     return [int(rank) for rank in world.add_(flags).nonzero().flatten()]
 
 
-def _all_succeed(world: World, action: Callable[[], T]) -> T:
+def _run_on_all_ranks(world: World, action: Callable[[], T]) -> T:
     """Run `action` on all ranks and return its result. If `action` fails on any rank, raise OSError on all ranks."""
     failed = torch.zeros(world.size, dtype=torch.int64)
     result: T | OSError

@@ -9,10 +9,10 @@ from typing import Final
 
 from lockstep.errors import UsageError, convert_os_error
 
-_MIN_KEY_BYTES: Final = 32  # bytes; a shorter key could be guessed
+_MIN_KEY_BYTES: Final = 32  # a shorter key could be guessed
 _MAX_KEY_BYTES: Final = 4096
 _KEY_ADVICE: Final = "create a key with: (umask 077; head -c 32 /dev/urandom > FILE)"
-# Prevents the reuse of a signature that this key made for other data.
+# Prevents the reuse of a signature that was made with this key for other data.
 _PURPOSE: Final = b"lockstep checkpoint manifest\n"
 
 

@@ -64,8 +64,8 @@ SCRIPT: Final = "script.safetensors"  # tensors of a user's script
 
 _FORMAT: Final = 1
 _HMAC: Final = "hmac_sha256"
-_MAX_MANIFEST_BYTES: Final = 1 << 16  # bytes; a manifest lists at most six files
-_MAX_STATE_BYTES: Final = 1 << 26  # state.json has the optimizer's scalars, of which some have one for each parameter
+_MAX_MANIFEST_BYTES: Final = 1 << 16  # a manifest lists at most six files
+_MAX_STATE_BYTES: Final = 1 << 26  # state.json can contain several scalars of the optimizer for each parameter
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _STEP: Final = re.compile(r"step-(\d{8,})")
 # .tmp is a folder that is being written or removed. .old is a checkpoint that is being replaced by a newer checkpoint
@@ -122,7 +122,7 @@ def save(folder: Path, step: int, snapshot: Snapshot, keep: int, best: bool, key
     """Write the checkpoint of `step` into `folder` (<run>/checkpoints), and return its path once it is on disk.
 
     The snapshot must be unsharded. For a sharded snapshot, see shards.py. Keeps the newest `keep` checkpoints by step,
-    and always the checkpoints that `latest` and `best` point to. With keep=0, only these are kept. An existing
+    and always the checkpoints that `latest` and `best` point to. With keep=0, no others are kept. An existing
     checkpoint of the same step is replaced. Leftovers of killed runs are removed, so only one process may call it, and
     this process must hold the lock of the run. If `key` is set, the manifest is signed. A full disk or any other write
     error raises HostError, and existing checkpoints stay unchanged.

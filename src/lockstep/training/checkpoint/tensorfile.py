@@ -57,7 +57,7 @@ def iterate_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview
 
 
 def make_layout(tensors: NamedTensors) -> FileLayout:
-    """Return the layout of a file with these tensors. Sharding doesn't change it."""
+    """Return the layout of a file with these tensors. The layout doesn't depend on sharding."""
     # The widest dtypes come first, so that every tensor starts at a multiple of its element size, as mmap readers
     # require.
     names = sorted(tensors, key=lambda name: (-get_local_tensor(tensors[name]).element_size(), name))
