@@ -1,4 +1,4 @@
-"""Sets keys in a YAML text while preserving its comments, order and quotes."""
+"""Sets keys in YAML text while preserving its comments, order and quotes."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -60,7 +60,7 @@ class ImportedConfig:
 def import_file(file: str, arguments: Sequence[str], num_gpus: int) -> ImportedConfig:
     """Translate a configuration file of a different framework.
 
-    - `arguments`: The command-line arguments: pairs KEY VALUE of the framework, and Lockstep overrides `a.b=value`.
+    - `arguments`: The command-line arguments: KEY VALUE pairs of the framework, and Lockstep overrides `a.b=value`.
     - `num_gpus`: The number of GPUs that the file was written for. Only used if the file sets the batch size per GPU.
 
     Raises UsageError if the framework is unknown or a value has no counterpart. Raises ConfigError if the file can't be
@@ -92,12 +92,12 @@ def import_file(file: str, arguments: Sequence[str], num_gpus: int) -> ImportedC
 
 
 def _read_keys(document: Document, arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, SourcePosition]]:
-    """Return values and positions by dotted key, from a configuration file and from pairs KEY VALUE in `arguments`.
+    """Return values and positions by dotted key, from a configuration file and the KEY VALUE pairs in `arguments`.
 
     If a key is set several times, the last pair takes precedence, as in yacs.
     """
     if len(arguments) % 2:
-        raise UsageError(f"{arguments[-1]}: a key without a value; pass pairs of KEY VALUE, such as OPTIM.BASE_LR 0.1")
+        raise UsageError(f"{arguments[-1]}: a key without a value; pass KEY VALUE pairs, such as OPTIM.BASE_LR 0.1")
     if document.problems:
         raise ConfigError([str(problem) for problem in document.problems])
     leaves = list(write.iterate_leaves(document.values))
