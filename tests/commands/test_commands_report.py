@@ -142,7 +142,7 @@ def test_the_charts_begin_with_the_losses_and_end_with_the_machine() -> None:
     ]
     assert [each.title for each in drawn] == [
         *("loss", "top1", "top5", "loss/validation/ema", "top1/ema", "top5/ema"),
-        *("samples/s", "waiting for data, seconds a step", "learning rate", "norm of the gradient", "peak memory, MiB"),
+        *("samples/s", "waiting for data, seconds per step", "learning rate", "gradient norm", "peak memory, MiB"),
     ]
     assert drawn[-1].figure["data"][0]["y"] == [1000 / 2**20] * 2
     percent = {each.title: "tickformat" in each.figure["layout"]["yaxis"] for each in drawn}

@@ -286,7 +286,7 @@ class TestTheDataOfACheckpoint:
         run(*TRAIN, *FOLDER, "recipe.epochs=1")
         for split in ("train", "val"):
             (images / split / "cat").rename(images / split / "zebra")  # sorted, dog comes first now
-        said = "the dataset does not match: number 0 is 'cat' in the checkpoint, 'dog' in this data; set recipe"
+        said = "the dataset does not match: item 0 is 'cat' in the checkpoint, 'dog' in this data; set recipe"
         resumed = (*TRAIN, *FOLDER, "recipe.epochs=1", "run.dir=other", "run.resume=run")
         for words in (("eval", "run", "--trust"), resumed):
             assert said in run(*words, code=2).err

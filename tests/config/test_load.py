@@ -247,7 +247,7 @@ recipe:
             f": has a name of 256 bytes; use names of at most 255 bytes; got 'runs/{'é' * 51}...",
         ),
         ('run.dir="a\\0"', ": contains a NUL character, which is not allowed in file names; remove it; got 'a\\x00'"),
-        ("run.dir=''", ": expected a text that is not empty; got ''"),
+        ("run.dir=''", ": expected text that is not empty; got ''"),
         (
             "run.dir=gs:/bucket/a",
             ": is neither a path nor the URL of a folder; write gs://bucket/a; got 'gs:/bucket/a'",

@@ -169,7 +169,7 @@ def test_what_a_loop_logs_by_its_own_names_is_drawn_too() -> None:
     assert titles("loss") == [("loss", ["a"])]
     assert titles("loss/train", "loss/validation", "loss") == [
         ("loss", ["a, training", "a, validation"]),
-        ("loss, as it was logged", ["a"]),
+        ("loss as logged", ["a"]),
     ]
 
 

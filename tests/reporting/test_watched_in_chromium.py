@@ -139,7 +139,7 @@ def test_a_server_that_is_gone_is_said_and_asked_again(browse: Browse, live: Liv
 
     async def look(tab: Tab) -> None:
         await tab.value("window.before = fetch; window.fetch = async () => { throw new TypeError('gone'); }; 1")
-        await tab.until("document.getElementById('note').textContent.startsWith('lockstep watch does not answer')")
+        await tab.until("document.getElementById('note').textContent.startsWith('lockstep watch does not respond')")
         assert await tab.value(f"{TRACE}.data[0].y.length") == 10
         await tab.value("window.fetch = window.before; 1")
         await tab.until("document.getElementById('note').textContent === ''")

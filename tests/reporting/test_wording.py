@@ -16,7 +16,7 @@ def test_started_tells_what_a_sample_costs() -> None:
     assert [wording.format_start_lines(each, "")[-1] for each in (known, on_a_card, unknown)] == [
         "24.3 GFLOP for each sample, forward and backward; peak of the devices 1.978 PFLOP/s",
         "24.3 GFLOP for each sample, forward and backward; the peak of this device is not known, so there is no MFU",
-        "no FLOP count: the model does not run on the meta device of torch, which does not affect the training",
+        "no FLOP count: the model does not run on torch's meta device; this does not affect training",
     ]
 
 

@@ -6,7 +6,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 # The maximum integer value. The sum of two such integers fits into 64 bits, and their product is a finite float.
 _MAX_INT: Final = 10**12
-_MAX_NAME_BYTES: Final = 255  # bytes
+_MAX_NAME_BYTES: Final = 255  # the longest file name that common file systems support
 
 PositiveInt = Annotated[int, Field(ge=1, le=_MAX_INT)]
 NaturalInt = Annotated[int, Field(ge=0, le=_MAX_INT)]

@@ -1,7 +1,7 @@
-"""Keeps the default values of earlier Lockstep versions for runs that were started with these versions.
+"""Keeps the default values of earlier Lockstep versions for runs that were started with those versions.
 
 The config.yaml in a run folder contains every value, including defaults. If the default of a key has changed since the
-run was started, and the recipe doesn't set this key, the run resumes with its original value.
+run was started, and the recipe doesn't set this key, the run resumes with the original value.
 """
 
 from pathlib import Path as FilePath
@@ -12,7 +12,7 @@ from lockstep.config.document import Document, Path, get_mapping, parse
 from lockstep.core.work import compute_legacy_microbatches
 
 _CONFIG: Final = "config.yaml"
-_MAX_BYTES: Final = 1 << 18  # bytes
+_MAX_BYTES: Final = 1 << 18  # maximum size of config.yaml
 _KEY: Final[Path] = ("recipe", "microbatches")
 
 
@@ -36,7 +36,7 @@ def keep_earlier_defaults(document: Document) -> None:
 def _read_config(file: FilePath) -> Any:
     """Return the parsed config.yaml of a run folder, or None if the file can't be read.
 
-    This function raises no error, because the start of the run will report the reason.
+    No error is raised here, because the reason is reported when the run starts.
     """
     try:
         return parse(plainfile.read_bytes(file, _MAX_BYTES).decode(), str(file))

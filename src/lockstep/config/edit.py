@@ -1,4 +1,4 @@
-"""Sets keys in a YAML text while preserving its comments, order and quotes."""
+"""Sets keys in YAML text while preserving its comments, order and quotes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -60,9 +60,9 @@ def _insert_key(text: str, mapping: yaml.MappingNode, entry: str) -> str:
     if mapping.flow_style:
         position = start.index + 1
         return f"{text[:position]}{entry}{', ' if mapping.value else ''}{text[position:]}"
-    position_end = _find_value_end(mapping)
-    position_end += len(text[position_end:].partition("\n")[0])  # skip a comment on the last line
-    return f"{text[:position_end]}\n{' ' * start.column}{entry}{text[position_end:]}"
+    end = _find_value_end(mapping)
+    end += len(text[end:].partition("\n")[0])  # skip a comment on the last line
+    return f"{text[:end]}\n{' ' * start.column}{entry}{text[end:]}"
 
 
 def _find_value_end(node: Any) -> int:

@@ -46,7 +46,7 @@ def find_key_positions(message: str, origins: Mapping[str, str]) -> list[str]:
     """
     # Ignore the list of valid alternatives.
     message = re.split(r"\bvalid:", message, maxsplit=1, flags=re.IGNORECASE)[0]
-    sections = [section for start, section in _SECTIONS_BY_PREFIX.items() if message.startswith(start)]
+    sections = [section for prefix, section in _SECTIONS_BY_PREFIX.items() if message.startswith(prefix)]
     keys: dict[str, None] = {}
     for mentioned in dict.fromkeys([*_KEY.findall(message), *sections]):
         keys_below = {key: re.escape(key.rpartition(".")[2]) for key in origins if key.startswith(f"{mentioned}.")}

@@ -1,4 +1,4 @@
-"""Finds contradictions between keys. Runs before validation, so that all problems are reported together."""
+"""Finds contradictions between keys before validation, so that all problems are reported together."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -40,7 +40,7 @@ def _get_strategy_name(placement: dict[str, Any]) -> Any:
 
 
 def _find_process_problems(placement: dict[str, Any], recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    # For any other strategy, this needs the strategy class, which imports torch. Such a strategy is checked later.
+    # Checking any other strategy requires its class, which imports torch, so this is done later.
     if _get_strategy_name(placement) not in ("auto", FASTEST):
         return
     processes, batch = placement.get("processes"), recipe.get("batch")

@@ -108,8 +108,8 @@ def _load_document(
 def read_run_recipe(config: FilePath) -> Recipe:
     """Return the recipe of a run. `config` is the path of its config.yaml, which an earlier version may have written.
 
-    The file may come from an untrusted user, so symbolic links aren't followed, and a named pipe doesn't block. Raises
-    ConfigError if the file can't be read or is invalid.
+    The file may come from an untrusted user, so symbolic links aren't followed, and opening a named pipe doesn't block.
+    Raises ConfigError if the file can't be read or is invalid.
     """
     try:
         text = plainfile.read_bytes(config, _MAX_BYTES).decode()
@@ -141,7 +141,7 @@ def list_recipe_differences(run_recipe: Mapping[str, Any], current_recipe: Mappi
 def select_comparable_values(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a recipe that must be the same in two runs if you want to compare the runs.
 
-    The result doesn't contain the locations of data and initial weights, because files can be moved, or `microbatch`,
+    The locations of data and initial weights are left out, because files can be moved. `microbatch` is left out,
     because `microbatches` determines the size of a micro-batch.
     """
     return {key: value for key, value in drop_locations(recipe).items() if key != "microbatch"}
@@ -190,8 +190,8 @@ def _read_text(file: FilePath, label: str) -> str:
 def _parse_mapping(text: str, label: str) -> Document:
     """Parse YAML whose top level must be a mapping.
 
-    If the top level isn't a mapping, the result contains this problem, and placeholders as values, so that overrides
-    are still checked.
+    If it isn't, the document gets a problem that says so, and placeholders as values, so that overrides are still
+    checked.
     """
     document = parse(text, label)
     if isinstance(document.values, dict):

@@ -36,7 +36,7 @@ _ALTERNATIVES: Final[tuple[tuple[Path, Path], ...]] = (
 
 
 def drop_obsolete_values(before: Document, after: Document) -> list[str]:
-    """Remove values that overrides have made obsolete from `after`, and return a note for the user about each removal.
+    """Remove from `after` all values that overrides have made obsolete, and return a note about each removal.
 
     `before` is the document without overrides, and `after` is the document with overrides. Values that are set by
     overrides are kept, regardless of the order of the overrides.

@@ -47,7 +47,7 @@ class Placement(Section):
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # backend of torch.distributed
     workers: Annotated[int, Field(ge=0, le=1024)] = 0  # loader processes per training process
     audit_every: PositiveInt | None = None  # interval in steps at which a rank recomputes a micro-batch of another rank
-    on_corruption: Literal["end", "go_on"] = "end"  # on a failed audit; go_on: restart without the faulty ranks
+    on_corruption: Literal["end", "go_on"] = "end"  # after a failed audit; go_on: restart without the faulty ranks
     rendezvous: Annotated[str, Field(pattern=RENDEZVOUS_ADDRESS, description=RENDEZVOUS_ADDRESSES)] = "env://"
     timeout_s: PositiveFloat = 600.0  # timeout of collectives
     stall_timeout_s: PositiveFloat = 120.0  # how long a rank waits before it reports which rank is late

@@ -49,7 +49,7 @@ def count_warm_up_steps(recipe: Recipe, steps: Steps) -> int:
 def make_rate(recipe: Recipe, steps: Steps, custom_schedule: RateCurve | None = None) -> RateSchedule:
     """Return the learning rate as a function of the number of samples seen.
 
-    `custom_schedule` replaces the schedule that the recipe names, if it is set.
+    If `custom_schedule` is set, it replaces the schedule that the recipe names.
     """
     schedule, warmup_epochs = recipe.schedule, recipe.schedule.warmup_epochs
     if schedule.warmup_steps is not None:

@@ -40,14 +40,14 @@ class WeightsConfig(Section):
     """
 
     path: Location | None = None
-    sha256: Sha256 | None = None  # hash of the tensors, which is recorded by the run, and verified if you set it
+    sha256: Sha256 | None = None  # hash of the tensors, which the run records, and verifies if you set it
     fresh: Patterns = ()  # parameters that keep their random initialization, such as a new head
     prefix: Name | None = None  # only load tensors whose names have this prefix, which is removed
     ema: bool = False  # load the averaged weights of a Lockstep run
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (LoRA) of the library peft. All parameters except adapters and those in `train` are frozen."""
+    """Low-rank adapters (LoRA) from peft. All parameters are frozen, except the adapters and those in `train`."""
 
     target_modules: Annotated[
         Patterns, Field(min_length=1, description="the end of a module name, or a list of such ends")
@@ -118,7 +118,7 @@ class DataConfig(Section):
 class LearningRateConfig(Section):
     """A learning rate.
 
-    If `per_samples` is set, the linear scaling rule applies: `value` is the rate for a global batch of `per_samples`.
+    If `per_samples` is set, the linear scaling rule applies: `value` is the rate for a batch of `per_samples` samples.
     """
 
     value: PositiveFloat
@@ -134,7 +134,7 @@ class ParameterGroupConfig(Section):
 
     match: Annotated[Patterns, Field(min_length=1)]
     lr: Annotated[LearningRateConfig | None, _BY_VALUE, Field(description=_RATE)] = None
-    lr_factor: PositiveFloat | None = None  # factor of the optimizer's learning rate
+    lr_factor: PositiveFloat | None = None  # multiplies the optimizer's learning rate
     weight_decay: NaturalFloat | None = None
     options: dict[str, Any] = Field(default_factory=dict)
 
@@ -173,7 +173,7 @@ def _check_schedule_name(name: str) -> str:
 
 
 class ScheduleConfig(Section):
-    """A learning rate schedule (core/rate.py), or `package.module:function` that returns a factor of the base rate."""
+    """A schedule (core/rate.py), or `package.module:function`, which returns a factor of the base learning rate."""
 
     name: Annotated[
         Curve | Name,
@@ -265,7 +265,7 @@ def make_default_loss_scale(precision: object) -> LossScaleConfig:
 
 
 class StartingPoint(Section):
-    """The state that `run.start_from` loaded from another run. Lockstep sets this section; don't set it yourself."""
+    """Identifies the state that `run.start_from` loaded. Lockstep sets this section; don't set it yourself."""
 
     weights_sha256: Sha256
     optimizer_sha256: Sha256 | None = None
@@ -279,7 +279,7 @@ class Recipe(Section):
     model: Annotated[ModelConfig, BY_NAME, Field(description="a name, or a mapping of keys")]
     data: Annotated[DataConfig, BY_NAME, Field(description="a name, or a mapping of keys")]
     batch: PositiveInt
-    microbatch: PositiveInt | None = None  # maximum number of samples; defaults to 32 if microbatches isn't set
+    microbatch: PositiveInt | None = None  # maximum size; defaults to 32 samples if microbatches isn't set
     microbatches: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         default_factory=lambda validated: compute_default_microbatches(validated["batch"], validated.get("microbatch"))
     )
@@ -303,7 +303,7 @@ class Recipe(Section):
     ] = Field(default_factory=lambda validated: make_default_loss_scale(validated.get("precision")))
     memory_format: Literal["contiguous", "channels_last"] = "contiguous"
     compile: bool = False
-    batchnorm: Literal["local", "sync", "frozen"] = "local"  # statistics of the micro-batch, the step, or running ones
+    batchnorm: Literal["local", "sync", "frozen"] = "local"  # micro-batch, step, or running statistics
     nonfinite: Literal["stop", "skip"] = "stop"
     topk: Ints = (1, 5)
     start: StartingPoint | None = None

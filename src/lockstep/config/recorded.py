@@ -1,4 +1,4 @@
-"""Reads the recipe and the placement in a run folder's config.yaml as text.
+"""Reads the recipe and the placement from a run folder's config.yaml, as text.
 
 The values aren't validated, because a different version of Lockstep may have written the file. This module doesn't
 import pydantic, so that listing many runs is fast.
@@ -15,7 +15,7 @@ from lockstep.config.document import format_key, get_mapping, parse
 from lockstep.config.write import format_flow, iterate_leaves
 
 CONFIG_NAME: Final = "config.yaml"  # in the run folder
-_MAX_BYTES: Final = 1 << 18  # bytes
+_MAX_BYTES: Final = 1 << 18  # maximum size of config.yaml
 _MIXTURE: Final = "mixture"  # name of the dataset that combines several source datasets
 
 

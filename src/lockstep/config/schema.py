@@ -7,7 +7,7 @@ from lockstep.config.run import RunConfig
 
 
 class Config(Section):
-    """A configuration, which runs a recipe on a placement."""
+    """A recipe, the placement that it runs on, and the outputs of the run."""
 
     recipe: Recipe
     placement: Placement = Placement()

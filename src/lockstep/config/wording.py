@@ -25,7 +25,7 @@ _EXPECTED: Final = {
     "model_type": "a mapping of key: value lines",
     "dict_type": "a mapping of key: value lines",
     "tuple_type": "a list, such as [1, 5]",
-    "string_too_short": "a text that is not empty",
+    "string_too_short": "text that is not empty",
     "string_too_long": "at most {max_length} characters",
     "greater_than": "more than {gt}",
     "greater_than_equal": "at least {ge}",
@@ -59,13 +59,13 @@ def convert_validation_error(error: ValidationError, positions: dict[Path, Sourc
 
 
 def merge_typos(problems: Sequence[KeyProblem]) -> list[KeyProblem]:
-    """Merge the problem of a missing key with that of an unknown key that is its typo, or is in a wrong section."""
+    """Merge the problem of a missing key with that of an unknown key that misspells it or is in the wrong section."""
     missing = [problem.path for problem in problems if problem.text == _MISSING]
     merged = []
     for problem in problems:
-        if problem.text.startswith(_UNKNOWN) and (meant := _find_intended_key(problem, missing)):
-            missing.remove(meant)
-            name = str(meant[-1]) if meant[:-1] == problem.path[:-1] else format_key(meant)
+        if problem.text.startswith(_UNKNOWN) and (intended := _find_intended_key(problem, missing)):
+            missing.remove(intended)
+            name = str(intended[-1]) if intended[:-1] == problem.path[:-1] else format_key(intended)
             problem = problem._replace(text=f"{_UNKNOWN}; did you mean '{name}', which is missing?")
         merged.append(problem)
     return [problem for problem in merged if problem.text != _MISSING or problem.path in missing]

@@ -1,4 +1,4 @@
-"""Writes a configuration as YAML, with the origin of each value as a comment. Parsing it returns the same values."""
+"""Writes a configuration as YAML that parses to the same values, with the origin of each value as a comment."""
 
 import math
 import re
@@ -52,7 +52,7 @@ def format_flow(value: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Format a value for an error message, in at most 60 characters. Strings are quoted. Other values are YAML."""
+    """Format a value for an error message, in at most 60 characters. Strings are quoted, and mappings aren't shown."""
     if isinstance(value, dict):
         return "a mapping" if value else "an empty mapping"
     text = repr(value) if isinstance(value, str) else format_flow(value)

@@ -56,11 +56,11 @@ def start_job(name: str, job: Job, port: int | None, node_rank: int | None, dry_
     secret = user_secret or (
         generate_secret() if launcher.signed and launcher.starts_all(job) and job.min_nodes is None else ""
     )
-    signed = replace(job, signed=bool(secret))
-    lines = launcher.commands(signed) if launcher.commands else {}
-    line = launcher.command(signed) if launcher.command else []
+    signed_job = replace(job, signed=bool(secret))
+    command_lines = launcher.commands(signed_job) if launcher.commands else {}
+    command_line = launcher.command(signed_job) if launcher.command else []
     if dry_run:
-        print("\n".join(map(shlex.join, lines.values() or [line])))
+        print("\n".join(map(shlex.join, command_lines.values() or [command_line])))
         return EXIT_DONE
     if job.is_script:  # a script prints nothing until it has imported its libraries, which takes seconds
         script = " ".join(job.module[: 2 if job.module[0] == "-m" else 1])
@@ -72,11 +72,11 @@ def start_job(name: str, job: Job, port: int | None, node_rank: int | None, dry_
         return start_script(job.words[1], job.words[2:], job.processes)
     if job.first_address:
         _wait_for_host(job.first_address)
-    if lines:
-        return _run_on_hosts(launcher, lines, job, secret)
+    if command_lines:
+        return _run_on_hosts(launcher, command_lines, job, secret)
     if launcher.elastic and not job.standalone and (problem := check_host_resolves(job.rendezvous_host)):
         raise UsageError(f"{problem}; {ADDRESS_ADVICE}")
-    _exec_launcher(line, launcher, secret)
+    _exec_launcher(command_line, launcher, secret)
     return EXIT_DONE
 
 
@@ -191,17 +191,17 @@ def _run_on_hosts(launcher: Launcher, command_lines: Mapping[str, list[str]], jo
     program = next(iter(command_lines.values()))[0]  # all command lines start with the same program
     if shutil.which(program) is None:
         raise UsageError(f"{program} not found; install it, or use a different --on")
-    before = _read_result(job) if launcher.elastic else {}
+    previous_result = _read_result(job) if launcher.elastic else {}
     # Without torchrun's agents, each command is a rank on this host, so its exit code is the exit code of the rank.
-    ended = run_on_hosts(
+    outcome = run_on_hosts(
         command_lines, _print_message, num_required=job.min_nodes, secret=secret, is_local=not launcher.elastic
     )
-    code = ended.code
-    if code and launcher.elastic and (result := _read_result(job)) != before:
+    code = outcome.code
+    if code and launcher.elastic and (result := _read_result(job)) != previous_result:
         code = result.get("exit_code", code)
     if code in (EXIT_SAVED, EXIT_INTERRUPTED):
-        return EXIT_INTERRUPTED if ended.stop_signal == signal.SIGINT else EXIT_SAVED
-    return code if code in PERSISTENT_EXITS else ended.code
+        return EXIT_INTERRUPTED if outcome.stop_signal == signal.SIGINT else EXIT_SAVED
+    return code if code in PERSISTENT_EXITS else outcome.code
 
 
 def _wait_for_host(host: str) -> None:

@@ -29,7 +29,7 @@ from lockstep.runs.runs import (
 )
 
 _EVENTS_PER_REFRESH: Final = 20_000  # limits a refresh to about half a second, so that Ctrl-C is handled quickly
-_NOTICES: Final = 50  # number of most recent notices to keep for each run
+_MAX_KEPT_NOTICES: Final = 50  # number of most recent notices to keep for each run
 _QUERY_S: Final = 30.0  # minimum time between two queries to Slurm
 _SEARCH_S: Final = 3.0  # minimum time between two searches for new runs
 
@@ -75,18 +75,18 @@ class RunReader:
         self._is_in_use = is_locked(
             self.folder
         )  # check this first: if the run ends now, its last events are read below
-        number, problem = 0, ""
+        num_events, problem = 0, ""
         try:
             self._submitted = read_job(self.folder)
             for event in islice(self._tail.read_new_events(), limit):
-                number += 1
+                num_events += 1
                 self._add_event(event)
         except UsageError as error:
             problem = str(error)
         if problem and problem != self.problem:
             self._warn(problem)
         self.problem = problem
-        self.is_fully_read = number != limit
+        self.is_fully_read = num_events != limit
         while self._tail.problems:
             self._warn(self._tail.problems.popleft())
         if not self._configuration.recipe:
@@ -121,7 +121,7 @@ class RunReader:
     def _reset(self) -> None:
         self._tail = jsonl.Tail(self.folder / jsonl.EVENTS, strict=self._strict)
         self._log = RunLog()
-        self._notices: deque[Notice] = deque(maxlen=_NOTICES)
+        self._notices: deque[Notice] = deque(maxlen=_MAX_KEPT_NOTICES)
         self._notice_count = 0  # number of all notices so far, including dropped notices
         self.is_fully_read = False
         self._is_in_use = True
@@ -184,8 +184,8 @@ def read_runs_by_name(folders: Sequence[Path]) -> tuple[list[RunView], list[str]
 class RunWatcher:
     """Watches the runs in some folders.
 
-    A run folder in `folders` is always watched. In a folder of runs, only runs that are queued, in progress or start
-    later are watched. With `wait`, the folders don't have to exist yet.
+    A run folder in `folders` is always watched. In a folder of runs, only runs that are queued or in progress, or start
+    later, are watched. With `wait`, the folders don't have to exist yet.
     """
 
     def __init__(self, folders: Sequence[Path], wait: bool) -> None:

@@ -51,7 +51,7 @@ def submit(run: Path, script: str) -> int:
         (run / "logs").mkdir(parents=True, exist_ok=True)  # otherwise, Slurm runs the job without a log
         durable.replace(file, script.encode())
         file.chmod(0o755)
-    submitted = time.time()
+    submit_time = time.time()
     try:
         job = batch.submit(file)
     except LockstepError:
@@ -61,7 +61,7 @@ def submit(run: Path, script: str) -> int:
             with suppress(OSError):
                 folder.rmdir()
         raise
-    record_job(run, SubmittedJob(job, submitted))
+    record_job(run, SubmittedJob(job, submit_time))
     return job
 
 
@@ -86,7 +86,7 @@ def make_manifest(job: Job, cluster: kubernetes.Cluster) -> str:
 
 
 def create_objects(manifest: str, namespace: str) -> list[str]:
-    """Create the objects of a manifest, and return their names. If any object fails, delete all objects."""
+    """Create the objects of a manifest, and return their names. If one can't be created, delete the others."""
     if shutil.which("kubectl") is None:
         raise UsageError(
             "kubectl not found; install it, or run `kubectl create -f` with the output of --dry-run on a host that "

@@ -42,10 +42,10 @@ def replay_script(
         if not any(event.get("step") == last_step for event in events) or (
             completed.returncode and observations is None
         ):
-            end = "\n".join((completed.stdout + completed.stderr).splitlines()[-20:])
+            last_lines = "\n".join((completed.stdout + completed.stderr).splitlines()[-20:])
             end_reason = (
                 f"{' '.join(command)}: ended with exit code {completed.returncode} before step {last_step} was "
-                f"complete:\n{end}"
+                f"complete:\n{last_lines}"
             )
             if observations is None:
                 raise UsageError(end_reason)

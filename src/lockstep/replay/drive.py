@@ -12,7 +12,7 @@ from lockstep.replay import page
 from lockstep.replay.custom_loop import replay_script
 from lockstep.replay.run import Replay, ReplayRequest, find_checkpoint_before, list_samples, replay_here
 from lockstep.reporting.jsonl import EVENTS, read_last_step
-from lockstep.reporting.page import render_page as html
+from lockstep.reporting.page import render_page
 from lockstep.runs import digest_file
 from lockstep.training.checkpoint import durable
 
@@ -64,7 +64,7 @@ def replay(options: ReplayOptions, print_line: Callable[[str], None]) -> int:
 
     def report(result: Replay) -> None:
         _print_result(print_line, result)
-        contents = {out: html(f"Replay of {options.folder}", [*page.make_sections(result)])}
+        contents = {out: render_page(f"Replay of {options.folder}", [*page.make_sections(result)])}
         if options.trace is not None and result.trace is not None:
             contents[options.trace] = result.trace.to_text()
         for path, content in contents.items():

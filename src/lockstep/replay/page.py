@@ -30,8 +30,8 @@ def format_lines(replay: Replay) -> Iterator[str]:
     observations = replay.observations
     if observations is not None and observations.losses:
         losses = ", ".join(
-            f"{replay.get_sample_name(number)} {loss:.4g}"
-            for number, _, loss in _sort_samples(replay)[:_MAX_LISTED_ITEMS]
+            f"{replay.get_sample_name(sample_index)} {loss:.4g}"
+            for sample_index, _, loss in _sort_samples(replay)[:_MAX_LISTED_ITEMS]
         )
         yield f"samples   {len(observations.losses)}; largest losses: {losses}"
     if observations is not None and observations.microbatch_losses:
@@ -134,15 +134,15 @@ def _format_match(step: ReplayedStep) -> str:
 def _make_observation_tables(replay: Replay, observations: StepObservations) -> Iterator[Section]:
     note = "Sorted by loss, largest first."
     if observations.microbatch_losses:
-        names = [", ".join(map(replay.get_sample_name, numbers)) for numbers in replay.sample_indices]
+        names = [", ".join(map(replay.get_sample_name, sample_indices)) for sample_indices in replay.sample_indices]
         rows = [
             [str(index), f"{loss:.6g}", names[index]] for index, loss in _sort_microbatches(observations)[:_MAX_ROWS]
         ]
         yield Table("Micro-batches", ("micro-batch", "loss", "samples"), rows, note)
     if observations.losses:
         rows = [
-            [replay.get_sample_name(number), str(index), f"{loss:.6g}"]
-            for number, index, loss in _sort_samples(replay)[:_MAX_ROWS]
+            [replay.get_sample_name(sample_index), str(index), f"{loss:.6g}"]
+            for sample_index, index, loss in _sort_samples(replay)[:_MAX_ROWS]
         ]
         yield Table("Samples", ("sample", "micro-batch", "loss"), rows, note)
     largest = sorted(observations.activations.items(), key=lambda activation: _make_sort_key(activation[1]))[:_MAX_ROWS]

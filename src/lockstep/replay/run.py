@@ -106,8 +106,8 @@ class Replay:
     """The result of a replay. `start_step` is the step of the checkpoint that the replay started from.
 
     If a digest differs, `machine_differences` lists the differences between this machine and the machine of the run.
-    If a step was observed, `sample_indices` contains those of each micro-batch, and `get_sample_name` returns the
-    name of a sample. If a script ended before its last step was complete, `end_reason` describes why.
+    If a step was observed, `sample_indices` lists the sample indices of each micro-batch, and `get_sample_name` returns
+    the name of a sample. If a script ended before its last step was complete, `end_reason` describes why.
     """
 
     folder: Path
@@ -116,7 +116,7 @@ class Replay:
     processes: int
     steps: list[ReplayedStep] = field(default_factory=list)
     machine_differences: list[str] = field(default_factory=list)
-    start_matches: bool | None = None  # whether the initial weights match the recorded digest; None without a digest
+    start_matches: bool | None = None  # whether the weights at the start match their recorded digest, if any
     parameter_norms: list[ParameterNorms] = field(default_factory=list)
     sample_indices: list[list[int]] = field(default_factory=list)
     observations: StepObservations | None = None
@@ -262,7 +262,7 @@ def _run_rank(
 
 @final
 class _StepReplayer:
-    """Replays steps on a rank. The training loop uses this object as its engine. It wraps the real engine."""
+    """Replays steps on a rank. Wraps the engine, and takes its place in the training loop."""
 
     def __init__(
         self, request: ReplayRequest, run: RunToReplay, prepared: PreparedRun, world: World, progress: Progress
@@ -411,5 +411,5 @@ def list_samples(request: ReplayRequest) -> Iterator[str]:
     data = open_recipe_data(recipe)
     steps = planning.compute_steps(recipe, len(data.train))
     loader = Loader(data, steps, recipe.microbatches, NoTransforms(), torch.device("cpu"), recipe.seed)
-    for index, numbers in enumerate(loader.get_sample_indices(steps[request.first_step - 1])):
-        yield from (f"micro-batch {index}  {data.get_sample_name(number)}" for number in numbers)
+    for index, sample_indices in enumerate(loader.get_sample_indices(steps[request.first_step - 1])):
+        yield from (f"micro-batch {index}  {data.get_sample_name(sample_index)}" for sample_index in sample_indices)

@@ -92,7 +92,7 @@ def read_trace(path: Path) -> tuple[TraceHeader, list[TracedTensor]]:
 
 
 def compare_traces(left: Path, right: Path) -> tuple[bool, list[str]]:
-    """Return whether two traces are equal, and a report as lines. Raises UsageError for traces of different steps."""
+    """Return whether two traces are equal, and report lines. Raises UsageError if they are of different steps."""
     (head, tensors), (right_head, right_tensors) = read_trace(left), read_trace(right)
     if head.step != right_head.step:
         raise UsageError(

@@ -67,14 +67,14 @@ def make_curve_chart(
     charts. `y` is the title of the y axis, which starts at zero if `percent` or `from_zero` is set.
     """
     data = []
-    by_training = training or {}
-    places = _index_names([*names, *curves, *by_training])
-    for name in sorted({*curves, *by_training}, key=places.__getitem__):
-        if name in by_training:
-            thin = _make_curve_trace(name, places[name], by_training[name], "training", noisy=True)
+    training_curves = training or {}
+    places = _index_names([*names, *curves, *training_curves])
+    for name in sorted({*curves, *training_curves}, key=places.__getitem__):
+        if name in training_curves:
+            thin = _make_curve_trace(name, places[name], training_curves[name], "training", noisy=True)
             data.append({**thin, "line": thin["line"] | {"width": 1}, "opacity": 0.7})
         if name in curves:
-            part = "validation" if by_training else ""
+            part = "validation" if training_curves else ""
             data.append(_make_curve_trace(name, places[name], curves[name], part, noisy=noisy))
     layout = _make_layout("samples", y, 0)
     if percent:
@@ -115,13 +115,13 @@ def make_line_chart(
         trace["meta"] = {"name": name, "place": places[name], "part": ""}
         data.append({**trace, "mode": "lines"} if name == ideal else trace)
     layout = _make_layout(x, y, 0 if legend else len(data))
-    values = sorted({each[0] for all_ in series.values() for each in all_})
+    x_values = sorted({each[0] for points in series.values() for each in points})
     if percent:
         layout["yaxis"]["tickformat"] = ".0%"
     if log_x:
         layout["xaxis"]["type"] = "log"
-    elif len(values) <= _MAX_TICKS:
-        layout["xaxis"] |= {"tickmode": "array", "tickvals": values}
+    elif len(x_values) <= _MAX_TICKS:
+        layout["xaxis"] |= {"tickmode": "array", "tickvals": x_values}
     layout["yaxis"]["rangemode"] = "tozero" if from_zero else "normal"
     return Chart(title, {"data": data, "layout": layout}, note=note, legend=legend)
 
@@ -297,5 +297,5 @@ def _get_line_style(index: int) -> dict[str, Any]:
 
 
 def _replace_non_finite(value: float) -> float | None:
-    """Replace NaN and infinity by None, because JSON doesn't support them. plotly draws a gap at None."""
+    """Replace NaN and infinity with None, because JSON doesn't support them. plotly draws a gap at None."""
     return value if math.isfinite(value) else None

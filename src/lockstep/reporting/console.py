@@ -96,9 +96,9 @@ class Console:
         if run is None:
             return
         if self._live is None:
-            figures = wording.format_step_metrics(event, run, means=self._running_means.add(event))
+            metrics = wording.format_step_metrics(event, run, means=self._running_means.add(event))
             memory, left = format_bytes(event.peak_bytes), self._format_time_left(event, run, time)
-            self._print_line(f"{wording.format_position(event, run)}  {figures}  {memory}  {left}")
+            self._print_line(f"{wording.format_position(event, run)}  {metrics}  {memory}  {left}")
         elif time - self._last_drawn >= _REFRESH_INTERVAL_S or event.step == run.steps:
             self._last_drawn = time
             left = self._format_time_left(event, run, time)
@@ -107,8 +107,8 @@ class Console:
 
     def _format_time_left(self, event: Stepped, run: Started, time: float) -> str:
         """Return the estimated remaining time as text, based on the average speed including evaluations and saves."""
-        a_step = (time - self._start_time) / max(event.step - run.step, 1)
-        return f"{wording.format_duration(a_step * (run.steps - event.step))} left"
+        seconds_per_step = (time - self._start_time) / max(event.step - run.step, 1)
+        return f"{wording.format_duration(seconds_per_step * (run.steps - event.step))} left"
 
     def _print_summary(self, event: Done) -> None:
         if self._run is not None and not self._is_extended:

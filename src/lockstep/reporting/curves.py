@@ -1,4 +1,4 @@
-"""Selects the metrics of an event that are plotted against the step. All sinks use the same metric names."""
+"""Selects which metrics of an event are plotted against the step. All sinks use the same metric names."""
 
 from typing import Final
 

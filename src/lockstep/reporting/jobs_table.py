@@ -53,9 +53,9 @@ def to_json_dicts(runs: Sequence[RunView]) -> list[dict[str, Any]]:
             "job": run.job,
             "slurm": run.job_state or None,
             "failure": run.failure or None,
-            "differs": {key: known.get(key) for key in keys},
+            "differs": {key: values.get(key) for key in keys},
         }
-        for run, known in zip(runs, settings, strict=True)
+        for run, values in zip(runs, settings, strict=True)
     ]
 
 
@@ -68,7 +68,7 @@ def _collect_settings(runs: Sequence[RunView]) -> tuple[list[dict[str, str]], li
 
 
 def _get_status_fields(status: RunStatus) -> dict[str, Any]:
-    """Return the status of a run as a JSON-compatible dict. The key of the latest evaluation metric is its name."""
+    """Return the status of a run as a JSON-compatible dict. The name of the latest evaluation metric is its key."""
     status_fields = asdict(status)
     del status_fields["figure"]
     if status.figure is not None:
@@ -105,7 +105,7 @@ def format_age(seconds: float) -> str:
 
 
 def _shorten_keys(keys: Sequence[str]) -> dict[str, str]:
-    """Return a heading for each key: its last part, such as `lr` for optimizer.lr.value, or all of it if ambiguous."""
+    """Return each key's heading: its last part, such as `lr` for optimizer.lr.value, or the full key if ambiguous."""
     short = {key: key.removesuffix(".value").removesuffix(".name").rpartition(".")[2] for key in keys}
     taken = [*_HEADINGS, *short.values()]
     return {key: name if taken.count(name) == 1 else key for key, name in short.items()}

@@ -41,8 +41,8 @@ class JsonLines:
     def write(self, event: Event, time: float) -> None:
         text = json.dumps(to_json_fields(event, time), allow_nan=False, ensure_ascii=False) + "\n"
         if not self._is_in_place():
-            done = "replaced" if os.path.lexists(self._path) else "removed"
-            raise HostError(f"{self._path}: was {done} while the run was writing to it; start the run again")
+            change = "replaced" if os.path.lexists(self._path) else "removed"
+            raise HostError(f"{self._path}: was {change} while the run was writing to it; start the run again")
         with convert_os_error(HostError, f"{self._path}: event not written"):
             self._append(text.encode(errors="backslashreplace"))  # file names may not be valid UTF-8
 
@@ -116,8 +116,8 @@ class Tail:
 
     def read_new_events(self) -> Iterator[dict[str, Any]]:
         """Yield the new events. Yields nothing if the log doesn't exist, and raises UsageError if it can't be read."""
-        wrong = convert_os_error(UsageError, f"{self._path}: cannot be read")
-        with wrong, suppress(FileNotFoundError), plainfile.open_reader(self._path) as file:
+        conversion = convert_os_error(UsageError, f"{self._path}: cannot be read")
+        with conversion, suppress(FileNotFoundError), plainfile.open_reader(self._path) as file:
             file.seek(self._offset)
             # A line that exceeds the limit is read in several chunks, none of which is a valid event.
             while (line := file.readline(_MAX_LINE_BYTES + 1)).endswith(b"\n") or len(line) > _MAX_LINE_BYTES:
@@ -130,17 +130,17 @@ class Tail:
 
     def _parse_event(self, line: bytes, line_number: int) -> dict[str, Any] | None:
         """Return the event in a line, or None if the line isn't an event. Raises UsageError for a newer schema."""
-        event, place = _parse_json(line), f"{self._path}:{line_number}"
+        event, position = _parse_json(line), f"{self._path}:{line_number}"
         if isinstance(event, dict):
             if "schema" in event:
-                schemas.check_schema(event["schema"], place)
+                schemas.check_schema(event["schema"], position)
             return event
-        long = f"a line of more than {_MAX_LINE_BYTES:,} bytes" if len(line) > _MAX_LINE_BYTES else ""
+        too_long = f"a line of more than {_MAX_LINE_BYTES:,} bytes" if len(line) > _MAX_LINE_BYTES else ""
         if self._strict:
             raise UsageError(
-                f"{place}: {long or ('not JSON' if event is None else 'not an event')}; the log is damaged"
+                f"{position}: {too_long or ('not JSON' if event is None else 'not an event')}; the log is damaged"
             )
-        self.problems.append(f"{place}: not an event; skipped")
+        self.problems.append(f"{position}: not an event; skipped")
         return None
 
 
@@ -156,10 +156,10 @@ def read_last_event(path: Path) -> dict[str, Any]:
     with suppress(FileNotFoundError), plainfile.open_reader(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         lines = file.read(_TAIL_BYTES).splitlines()
-    found = (
+    events = (
         _parse_json(line) for line in reversed(lines)
     )  # None for a partial line at the start or the end of the block
-    return next((event for event in found if isinstance(event, dict)), {})
+    return next((event for event in events if isinstance(event, dict)), {})
 
 
 def _flatten(name: str, value: Any) -> dict[str, Any]:

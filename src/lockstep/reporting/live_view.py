@@ -56,11 +56,11 @@ class LiveView:
             size = (self._console.width, self._console.height)
             self._live.update(render_runs(runs, now, *size, show_curves=not plain), refresh=True)
             return
-        found = [words for run in runs for words in self._collect_new_lines(run, now)]
+        lines = [line for run in runs for line in self._collect_new_lines(run, now)]
         if not runs and not self._waiting_shown:
             self._waiting_shown = True
-            found = [_WAITING_MESSAGE]
-        self._stream.write("".join(f"{words}\n" for words in found))
+            lines = [_WAITING_MESSAGE]
+        self._stream.write("".join(f"{line}\n" for line in lines))
         self._stream.flush()
 
     def close(self) -> None:
@@ -77,27 +77,29 @@ class LiveView:
         first = (
             seen is None or run.notice_count < seen
         )  # if the number of notices decreased, a new run replaced this run
-        fresh = _INITIAL_NOTICES if first else run.notice_count - (seen or 0)
-        found = [format_headline(run)] if first else []
-        found += [
-            join_nonempty(run.name, format_time_of_day(each.time), each.text) for each in run.notices[-fresh:] if fresh
+        num_new = _INITIAL_NOTICES if first else run.notice_count - (seen or 0)
+        lines = [format_headline(run)] if first else []
+        lines += [
+            join_nonempty(run.name, format_time_of_day(each.time), each.text)
+            for each in run.notices[-num_new:]
+            if num_new
         ]
         written, before = self._last_lines.get(run.name, (0.0, ""))
-        words = format_status_line(run)
-        if words != before and format_progress(run) and now - written >= _LINE_INTERVAL_S and run.state == "running":
-            self._last_lines[run.name] = (now, words)
-            found.append(words)
-        return found
+        line = format_status_line(run)
+        if line != before and format_progress(run) and now - written >= _LINE_INTERVAL_S and run.state == "running":
+            self._last_lines[run.name] = (now, line)
+            lines.append(line)
+        return lines
 
 
 def render_runs(runs: Sequence[RunView], now: float, width: int, height: int, show_curves: bool = True) -> Group:
     """Return the view of `runs` for a terminal of this size. If `show_curves` is False, the view is pure ASCII."""
     parts: list[RenderableType] = [] if runs else [Text(_WAITING_MESSAGE)]
-    alone = len(runs) == 1
+    is_single = len(runs) == 1
     for run in runs:
-        parts += _render_run(run, now, width, _CURVE_HEIGHT if alone else 1, show_curves)
+        parts += _render_run(run, now, width, _CURVE_HEIGHT if is_single else 1, show_curves)
     for name, notice in select_latest_notices(runs, min(_MAX_NOTICES, max(height - len(parts) - 2, 0))):
-        words = join_nonempty(format_time_of_day(notice.time), "" if alone else name, notice.text)
+        words = join_nonempty(format_time_of_day(notice.time), "" if is_single else name, notice.text)
         parts.append(Text(_truncate(words, width), _KIND_STYLES[notice.kind]))
     return Group(*parts)
 
@@ -116,11 +118,11 @@ def _render_run(run: RunView, now: float, width: int, height: int, show_curves: 
     if run.failure:
         parts.append(Text(run.failure, "red"))
     points = run.history.curves.get(_CURVE_NAME, ())
-    if show_curves and (drawn := draw_text_curve(points, max(min(width, 100) - 20, 10), height)):
+    if show_curves and (curve_lines := draw_text_curve(points, max(min(width, 100) - 20, 10), height)):
         values = [point.value for point in points if math.isfinite(point.value)]
-        ends = {0: f"{max(values):.4g}", len(drawn) - 1: f"{min(values):.4g}"} if height > 1 else {0: ""}
+        ends = {0: f"{max(values):.4g}", len(curve_lines) - 1: f"{min(values):.4g}"} if height > 1 else {0: ""}
         edge = "│" if height > 1 else ""
-        parts += [Text(f"{ends.get(row, ''):>10} {edge}{text}", "cyan") for row, text in enumerate(drawn)]
+        parts += [Text(f"{ends.get(row, ''):>10} {edge}{text}", "cyan") for row, text in enumerate(curve_lines)]
         if height > 1:
             parts.append(Text(f"{'':>11}{_CURVE_NAME} over samples", "dim"))
     return [*parts, Text("")]

@@ -1,4 +1,4 @@
-"""The MLflow sink. Each run is logged as a run in MLflow, and a resumed run continues it.
+"""The MLflow sink. Each run is logged as an MLflow run, which a resumed run continues.
 
 If neither `uri` nor MLFLOW_TRACKING_URI specifies a tracking server, the MLflow run is stored in a database in the run
 folder. To view it, run `mlflow ui --backend-store-uri sqlite:///<run>/mlflow/mlflow.db`.
@@ -70,11 +70,13 @@ def _create_run(
 ) -> str:
     from mlflow.entities import Param
 
-    title = options.get("experiment", "lockstep")
-    existing = client.get_experiment_by_name(title)
+    experiment_name = options.get("experiment", "lockstep")
+    existing = client.get_experiment_by_name(experiment_name)
     artifacts = None if folder is None else (folder / "artifacts").as_uri()
-    experiment = existing.experiment_id if existing else client.create_experiment(title, artifact_location=artifacts)
-    run_id = str(client.create_run(experiment, run_name=options.get("name", name)).info.run_id)
+    experiment_id = (
+        existing.experiment_id if existing else client.create_experiment(experiment_name, artifact_location=artifacts)
+    )
+    run_id = str(client.create_run(experiment_id, run_name=options.get("name", name)).info.run_id)
     params_list = [Param(key, str(value)[:_MAX_PARAM_CHARS]) for key, value in recipe.items()]
     for first in range(0, len(params_list), _MAX_PARAMS_PER_REQUEST):
         client.log_batch(run_id, params=params_list[first : first + _MAX_PARAMS_PER_REQUEST])

@@ -35,21 +35,21 @@ def make_notice(event: Mapping[str, Any], fractions: frozenset[str] = frozenset(
         return None
     kind, words = found
     time = event.get("time")
-    known = float(time) if isinstance(time, float | int) and 0 <= time < _MAX_TIME_S else None
-    return Notice(known, kind, words[:_MAX_CHARS])
+    valid_time = float(time) if isinstance(time, float | int) and 0 <= time < _MAX_TIME_S else None
+    return Notice(valid_time, kind, words[:_MAX_CHARS])
 
 
 def _describe_event(event: Mapping[str, Any], fraction_metrics: frozenset[str]) -> tuple[NoticeKind, str] | None:
     step = f"{get_count(event, 'step') or 0:,}"
     match event.get("event"):
         case "started":
-            where = (
+            placement = (
                 f"{get_text(event, 'strategy')} on {get_count(event, 'processes') or '?'}, {get_text(event, 'device')}"
             )
             if event.get("resumed_from") is None:
-                return "start", f"started: {where}"
+                return "start", f"started: {placement}"
             lost = f", {again:,} later steps are recomputed" if (again := get_count(event, "again")) else ""
-            return "start", f"resumed after step {step}: {where}{lost}"
+            return "start", f"resumed after step {step}: {placement}{lost}"
         case "warning":
             return "warning", f"warning: {get_text(event, 'text')}"
         case "corrupted":

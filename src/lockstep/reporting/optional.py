@@ -40,10 +40,10 @@ class OptionalSink:
             with UserCode(self._label):
                 operation()
         except LockstepError as error:
-            failed, self._sink = self._sink, None
+            failed_sink, self._sink = self._sink, None
             self._warn(f"warning: {error}; the sink is off, and the run continues without it")
             with suppress(LockstepError), UserCode(self._label):  # closing can fail too
-                if failed is not None:
-                    failed.close()
+                if failed_sink is not None:
+                    failed_sink.close()
         finally:
             random.setstate(random_state)

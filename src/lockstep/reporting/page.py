@@ -143,7 +143,7 @@ def render_page(title: str, sections: Sequence[Section]) -> str:
 
 
 def render_live_page(title: str, interval_ms: int) -> str:
-    """Return a live page as HTML. At this interval, the page fetches its sections from the relative path `data`."""
+    """Return a live page as HTML, which fetches its sections from the relative path `data` every `interval_ms`."""
     return _render_document(title, (), "page_live.js", interval_ms)
 
 

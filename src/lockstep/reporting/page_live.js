@@ -45,11 +45,11 @@ const ask = async () => {
       tag = answer.headers.get("ETag");
       update(found);
       over = found.over;
-      note.textContent = over ? "Nothing more is watched: this is how it ended." : "";
+      note.textContent = over ? "All watched runs have ended. This page shows their final state." : "";
     } else if (answer.status !== 304) throw new Error();
     else note.textContent = "";
   } catch (error) {
-    note.textContent = "lockstep watch does not answer: this is what it said last.";
+    note.textContent = "lockstep watch does not respond. This page shows the last known state.";
   }
 };
 const again = async () => { await ask(); if (!over) setTimeout(again, Number(sections.dataset.every)); };

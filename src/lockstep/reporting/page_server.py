@@ -106,15 +106,15 @@ class PageServer:
             return Response(HTTPStatus.FORBIDDEN, body=b"Host: not a name or address of this machine")
         match path.partition("?")[0]:
             case "/":
-                found = self._page
+                response = self._page
             case "/data":
-                found = self._get_update()
+                response = self._get_update()
             case _:
                 return Response(HTTPStatus.NOT_FOUND, body=b"not found: this server has / and /data")
-        return Response(HTTPStatus.NOT_MODIFIED, etag=found.etag) if etag == found.etag else found
+        return Response(HTTPStatus.NOT_MODIFIED, etag=response.etag) if etag == response.etag else response
 
     def _get_update(self) -> Response:
-        """Return the response to a data request. After an update, it is built when it is first requested."""
+        """Return the response to a data request. After each update, the response is built on the first request."""
         with self._building:
             if self._data is None:
                 body = encode_live_data(self._runs, self._is_final)
@@ -143,8 +143,8 @@ def _make_etag(body: bytes) -> str:
 
 def encode_live_data(runs: Sequence[RunView], is_final: bool) -> bytes:
     """Return the data of a live page as JSON. `is_final` is whether this is the final update."""
-    found = {"title": make_title(runs), "over": is_final, "parts": render_live_sections(make_live_sections(runs))}
-    return json.dumps(found, allow_nan=False, separators=(",", ":")).encode(errors="backslashreplace")
+    data = {"title": make_title(runs), "over": is_final, "parts": render_live_sections(make_live_sections(runs))}
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).encode(errors="backslashreplace")
 
 
 def _make_comparable_state(runs: Collection[RunView]) -> list[object]:
@@ -160,14 +160,14 @@ def _make_server(host: str, port: int, page_server: PageServer) -> ThreadingHTTP
         server_version, sys_version = "lockstep", ""
 
         def do_GET(self) -> None:
-            found = page_server.get_response(
+            response = page_server.get_response(
                 self.path, self.headers.get("Host", ""), self.headers.get("If-None-Match", "")
             )
-            self.send_response(found.status)
-            for name, value in _make_headers(found).items():
+            self.send_response(response.status)
+            for name, value in _make_headers(response).items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(found.body)
+            self.wfile.write(response.body)
 
         def log_message(self, *_: object) -> None:
             """Print nothing, because the terminal shows the runs."""
@@ -205,9 +205,9 @@ def _make_server(host: str, port: int, page_server: PageServer) -> ThreadingHTTP
     try:
         return Listener((host, port), Responder)
     except OSError as error:
-        where = f"--port {port}" if error.errno in (errno.EADDRINUSE, errno.EACCES) else f"--host {host}"
-        hint = "; use a different port, or 0 for any free port" if where.startswith("--port") else ""
-        raise UsageError(f"{where}: cannot listen: {error.strerror}{hint}") from error
+        option = f"--port {port}" if error.errno in (errno.EADDRINUSE, errno.EACCES) else f"--host {host}"
+        hint = "; use a different port, or 0 for any free port" if option.startswith("--port") else ""
+        raise UsageError(f"{option}: cannot listen: {error.strerror}{hint}") from error
 
 
 def _shut_down(connection: socket.socket) -> None:
@@ -217,6 +217,6 @@ def _shut_down(connection: socket.socket) -> None:
 
 
 def _make_headers(response: Response) -> Mapping[str, str]:
-    known = {"ETag": response.etag} if response.etag else {}
-    length = {} if response.status == HTTPStatus.NOT_MODIFIED else {"Content-Length": str(len(response.body))}
-    return {"Content-Type": response.content_type, "Cache-Control": "no-cache", **_HEADERS, **known, **length}
+    etag = {"ETag": response.etag} if response.etag else {}
+    content_length = {} if response.status == HTTPStatus.NOT_MODIFIED else {"Content-Length": str(len(response.body))}
+    return {"Content-Type": response.content_type, "Cache-Control": "no-cache", **_HEADERS, **etag, **content_length}

@@ -36,12 +36,12 @@ def write_png(sections: Sequence[Section], folder: Path) -> list[Path]:
     folder.mkdir(exist_ok=True)
     charts = [each for each in sections if isinstance(each, Chart)]
     paths = [folder / f"{re.sub(r'[^a-z0-9]+', '-', chart.title.lower()).strip('-')}.png" for chart in charts]
-    drawn: list[dict[str, Any]] = []
+    figures: list[dict[str, Any]] = []
     for chart, path in zip(charts, paths, strict=True):
         layout = make_file_layout(chart)
         size = {"width": _WIDTH, "height": layout["height"] + 100, "scale": _SCALE}
-        drawn.append({"fig": {"data": chart.figure["data"], "layout": layout}, "path": str(path), "opts": size})
-    write_fig_from_object_sync(drawn, kopts={"path": _find_browser()})
+        figures.append({"fig": {"data": chart.figure["data"], "layout": layout}, "path": str(path), "opts": size})
+    write_fig_from_object_sync(figures, kopts={"path": _find_browser()})
     return paths
 
 
@@ -49,10 +49,10 @@ def make_file_layout(chart: Chart) -> dict[str, Any]:
     """Return the layout of a chart for a PNG file, which includes the title and the legend."""
     title = {"text": escape_text(chart.title), "y": 0.98, "yanchor": "top"}
     layout = {**chart.figure["layout"], "title": title, "margin": {"l": 60, "r": 30, "t": 120, "b": 60}}
-    keys = len(chart.figure["data"])
-    if chart.legend and keys > 1:
-        layout |= {"showlegend": True, "height": layout["height"] + KEY_HEIGHT * keys}
-    if chart.legend and keys > _MAX_KEYS_ABOVE:
+    num_traces = len(chart.figure["data"])
+    if chart.legend and num_traces > 1:
+        layout |= {"showlegend": True, "height": layout["height"] + KEY_HEIGHT * num_traces}
+    if chart.legend and num_traces > _MAX_KEYS_ABOVE:
         # In plotly, a legend above the chart takes up to half of the height, and a legend next to it takes the full
         # height.
         layout["legend"] = _SIDE_LEGEND

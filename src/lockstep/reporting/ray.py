@@ -1,4 +1,4 @@
-"""Reports saves to Ray Train: the latest metrics, and a checkpoint that points to the run folder."""
+"""Reports each save to Ray Train: the latest metrics, and a checkpoint that points to the run folder."""
 
 import json
 from pathlib import Path
@@ -15,11 +15,11 @@ class RayReport:
     """An event sink for Ray Train. Every rank needs this sink, because Ray waits for a report from each rank.
 
     Set `is_rank_0` on rank 0, the only rank whose report Ray keeps. Instead of weights, the Ray checkpoint contains a
-    reference to the run folder, from which a run resumes on any number of workers.
+    reference to the run folder, from which the run can resume on any number of workers.
     """
 
     def __init__(self, folder: str, is_rank_0: bool) -> None:
-        self._folder, self._lead = folder, is_rank_0
+        self._folder, self._is_rank_0 = folder, is_rank_0
         self._figures: dict[str, float] = {}
         self.reported = -1  # step of the last report
 
@@ -33,15 +33,15 @@ class RayReport:
         # steps left, but repeats the report when it is done.
         elif isinstance(event, Saved) or (isinstance(event, Done) and event.step != self.reported):
             self.reported = event.step
-            at = {"step": event.step, "epoch": event.epoch, "samples": event.samples}
-            self._report({**self._figures, **at, "weights_sha256": event.weights_sha256, "run_dir": self._folder})
+            progress = {"step": event.step, "epoch": event.epoch, "samples": event.samples}
+            self._report({**self._figures, **progress, "weights_sha256": event.weights_sha256, "run_dir": self._folder})
 
     def _report(self, metrics: dict[str, Any]) -> None:
         import ray.train
 
-        with TemporaryDirectory() as place:
-            (Path(place) / POINTER_FILE).write_text(json.dumps({"run_dir": self._folder}) + "\n", encoding="utf-8")
-            ray.train.report(metrics, ray.train.Checkpoint.from_directory(place) if self._lead else None)
+        with TemporaryDirectory() as folder:
+            (Path(folder) / POINTER_FILE).write_text(json.dumps({"run_dir": self._folder}) + "\n", encoding="utf-8")
+            ray.train.report(metrics, ray.train.Checkpoint.from_directory(folder) if self._is_rank_0 else None)
 
     def close(self) -> None:
         """See Sink."""

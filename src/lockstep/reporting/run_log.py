@@ -109,8 +109,8 @@ class History:
     @property
     def fractions(self) -> frozenset[str]:
         """The names of metrics that are fractions between 0 and 1."""
-        named = self.started.get("fractions")
-        return frozenset(each for each in named if isinstance(each, str)) if isinstance(named, list) else frozenset()
+        names = self.started.get("fractions")
+        return frozenset(each for each in names if isinstance(each, str)) if isinstance(names, list) else frozenset()
 
     @property
     def monitor(self) -> str:
@@ -174,13 +174,13 @@ def describe_best_run(histories: Sequence[History]) -> list[str]:
     If all runs are equally good, or don't monitor the same metric, all strings are empty.
     """
     judged = [each.get_evaluation_metric(each.monitor) for each in histories]
-    known = {value for value in judged if value is not None and not math.isnan(value)}
+    values = {value for value in judged if value is not None and not math.isnan(value)}
     # Older logs don't contain `higher`.
     directions = {(each.monitor, str(each.started.get("higher"))) for each in histories if each.evaluated}
-    if len(known) < 2 or len(directions) > 1 or (higher := directions.pop()[1]) not in ("True", "False"):
+    if len(values) < 2 or len(directions) > 1 or (higher := directions.pop()[1]) not in ("True", "False"):
         return [""] * len(histories)
-    found = max(known) if higher == "True" else min(known)
-    return [f"by {each.monitor}" if value == found else "" for each, value in zip(histories, judged, strict=True)]
+    best_value = max(values) if higher == "True" else min(values)
+    return [f"by {each.monitor}" if value == best_value else "" for each, value in zip(histories, judged, strict=True)]
 
 
 @final
@@ -199,8 +199,8 @@ class RunLog:
         # Progress at the latest start event and at the step reports since then, limited to the most recent ones.
         self._reports: deque[SpeedSample] = deque(maxlen=_SPEED_REPORTS + 1)
         self._start_time: float | None = None  # time of the latest start event
-        # Training time before the latest start event in seconds, and the time of the latest event.
-        self._earlier_seconds = self._now = 0.0
+        # Training time in seconds before the latest start event, and the time of the latest event.
+        self._earlier_seconds = self._latest_event_time = 0.0
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Add the next event of the log.
@@ -217,9 +217,9 @@ class RunLog:
         if time is None or step is None or samples is None:
             return
         if self._start_time is None:
-            self._start_time = self._now = time
+            self._start_time = self._latest_event_time = time
         if kind == "started":
-            self._earlier_seconds += max(0.0, self._now - self._start_time)
+            self._earlier_seconds += max(0.0, self._latest_event_time - self._start_time)
             self._start_time, self._started = time, event
             self._drop_after(step)
             self._reports.clear()
@@ -227,7 +227,7 @@ class RunLog:
         if kind in ("started", "step"):
             self._reports.append(SpeedSample(time, step, samples))
             self._loss = _parse_metric(event.get("loss")) if kind == "step" else self._loss
-        self._now = time
+        self._latest_event_time = time
         seconds = self._seconds
         for name, value in iterate_metrics(event):
             if name in self._curves or len(self._curves) < _MAX_CURVES:
@@ -270,7 +270,7 @@ class RunLog:
 
     @property
     def _seconds(self) -> float:
-        return self._earlier_seconds + max(0.0, self._now - (self._start_time or 0.0))
+        return self._earlier_seconds + max(0.0, self._latest_event_time - (self._start_time or 0.0))
 
     def _drop_after(self, step: int) -> None:
         """Drop the points and checkpoints after `step`, because these steps are recomputed."""
@@ -310,9 +310,9 @@ def get_seconds_by_rank(event: Mapping[str, Any]) -> dict[str, list[float]]:
     spent = event.get("seconds_by_rank")
     if not isinstance(spent, dict):
         return {}
-    numbers = {printable_line(what): _parse_numbers(each) for what, each in spent.items()}
-    ranks = {len(each) for each in numbers.values()}
-    return numbers if len(ranks) == 1 else {}
+    numbers = {printable_line(activity): _parse_numbers(seconds) for activity, seconds in spent.items()}
+    lengths = {len(seconds) for seconds in numbers.values()}
+    return numbers if len(lengths) == 1 else {}
 
 
 def get_peak_bytes_by_rank(event: Mapping[str, Any]) -> list[float]:
@@ -329,8 +329,8 @@ def _validate(event: Mapping[str, Any]) -> None:
     for key in required:
         if event.get(key) is None:
             raise KeyError(key)
-    for key, is_right in (*_COMMON_VALIDATORS.items(), *validators.items()):
-        if (value := event.get(key)) is not None and not is_right(value):
+    for key, is_valid in (*_COMMON_VALIDATORS.items(), *validators.items()):
+        if (value := event.get(key)) is not None and not is_valid(value):
             raise ValueError(f"{key}: invalid value in an event")
 
 

@@ -30,9 +30,9 @@ from lockstep.reporting.thinning import Point
 _FIRST_CHARTS: Final = ("loss",)  # shown before the metrics of the task; _LAST_CHARTS are shown after them
 _LAST_CHARTS: Final = {
     "samples_per_s": "samples/s",
-    "data_s": "waiting for data, seconds a step",
+    "data_s": "waiting for data, seconds per step",
     "lr": "learning rate",
-    "norm": "norm of the gradient",
+    "norm": "gradient norm",
     "loss_scale": "loss scale",
     "flops_per_s": "FLOP/s",
     "mfu": "MFU",
@@ -69,9 +69,9 @@ def make_live_sections(runs: Sequence[RunView]) -> list[Section]:
     of runs.
     """
     has_bars = len(runs) <= _MAX_PROGRESS_BARS
-    outline = _make_summary_sections(runs, with_progress=not has_bars)
-    progress: list[Section] = [*map(_make_progress_bar, runs)] if has_bars else outline[:1]
-    rest = outline if has_bars else outline[1:]
+    summary = _make_summary_sections(runs, with_progress=not has_bars)
+    progress: list[Section] = [*map(_make_progress_bar, runs)] if has_bars else summary[:1]
+    rest = summary if has_bars else summary[1:]
     if len(runs) == 1:
         known = {name for name, _ in _make_progress_bar(runs[0]).entries}
         rest = [_drop_metrics(each, known) if isinstance(each, ValueGrid) else each for each in rest]
@@ -109,18 +109,18 @@ def make_curve_sections(histories: Mapping[str, History]) -> list[Section]:
         # The chart of flops_per_s would look the same as that of samples_per_s.
         requested = [name for name in requested if name != "flops_per_s"]
     note = f"FLOP/s is this curve times {wording.format_flops(flops)}, the cost of a sample." if flops else ""
-    found = {
+    charts = {
         name: make_metric_chart(name, histories, note=note if name == "samples_per_s" else "") for name in requested
     }
-    drawn: list[Section] = [each for each in found.values() if each is not None]
+    drawn: list[Section] = [each for each in charts.values() if each is not None]
     logged = {label: each.curves["loss"] for label, each in histories.items() if _has_two_losses(each)}
     if any(len(points) > 1 for points in logged.values()):
-        drawn.append(make_curve_chart("loss, as it was logged", logged, "loss", names=[*histories]))
+        drawn.append(make_curve_chart("loss as logged", logged, "loss", names=[*histories]))
         logged = {}
     single = [
         name
         for name in dict.fromkeys(curves_by_name)
-        if (name == "loss" and logged) or (get_metric_name(name) in requested and found[get_metric_name(name)] is None)
+        if (name == "loss" and logged) or (get_metric_name(name) in requested and charts[get_metric_name(name)] is None)
     ]
     return [*drawn, *_make_single_value_sections(histories, single)]
 
@@ -205,7 +205,7 @@ def _get_histories(runs: Sequence[RunView]) -> dict[str, History]:
 
 
 def _drop_empty(sections: Sequence[Section]) -> list[Section]:
-    """Return the sections without empty tables and grids."""
+    """Return all sections except empty tables and grids."""
     return [
         each
         for each in sections

@@ -157,7 +157,7 @@ def get_named_metrics(run: RunView) -> list[tuple[str, str]]:
 def get_named_progress(run: RunView) -> list[tuple[str, str]]:
     """Return the state, placement and progress of a run as (name, text) pairs. Unknown values are omitted."""
     status = run.status
-    found = [
+    entries = [
         ("state", run.state if run.is_fully_read else "reading its log"),
         ("placement", next((_format_placement(each) for each in run.history.starts[-1:]), "")),
         ("job", "" if run.job is None else f"{run.job} {run.job_state}".strip()),
@@ -166,7 +166,7 @@ def get_named_progress(run: RunView) -> list[tuple[str, str]]:
         ("time left", format_time_left(run)),
         ("last event", format_time_of_day(status.time)),
     ]
-    return [(name, value) for name, value in found if value]
+    return [(name, value) for name, value in entries if value]
 
 
 def format_loss(history: History) -> str:
@@ -198,11 +198,19 @@ def describe_ending(run: RunView) -> str:
 
 def describe_endings(runs: Sequence[RunView]) -> list[str]:
     """Return lines with the reasons why runs ended early. Runs with the same reason share a line."""
-    alike: dict[str, list[str]] = {}
+    names_by_reason: dict[str, list[str]] = {}
     for run in runs:
-        alike.setdefault(_describe_end(run), []).append(run.name)
-    more = {why: f" and {len(names) - _MAX_NAMES:,} more" for why, names in alike.items() if len(names) > _MAX_NAMES}
-    return [f"{', '.join(names[:_MAX_NAMES])}{more.get(why, '')} {why}" for why, names in alike.items() if why]
+        names_by_reason.setdefault(_describe_end(run), []).append(run.name)
+    more = {
+        reason: f" and {len(names) - _MAX_NAMES:,} more"
+        for reason, names in names_by_reason.items()
+        if len(names) > _MAX_NAMES
+    }
+    return [
+        f"{', '.join(names[:_MAX_NAMES])}{more.get(reason, '')} {reason}"
+        for reason, names in names_by_reason.items()
+        if reason
+    ]
 
 
 def select_latest_notices(runs: Iterable[RunView], max_count: int) -> list[tuple[str, Notice]]:

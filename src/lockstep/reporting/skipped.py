@@ -34,4 +34,4 @@ class SkippedFiles:
             file.write(b"".join(line + b"\n" for line in new))
 
     def close(self) -> None:
-        """Do nothing, because `write` leaves no open file."""
+        """Do nothing, because `write` leaves no file open."""

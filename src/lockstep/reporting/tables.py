@@ -43,10 +43,10 @@ class CsvTables:
             )
 
     def close(self) -> None:
-        """Do nothing, because `write` leaves no open file."""
+        """Do nothing, because `write` leaves no file open."""
 
     def _resume_table(self, name: str, step: int) -> None:
-        """Remove the rows after `step` from a table, because the run resumes there, and an incomplete last row."""
+        """Remove an incomplete last row from a table, and all rows after `step`, where the run resumes."""
         path = self._folder / name
         try:
             lines = self._read_rows(path)
@@ -56,33 +56,33 @@ class CsvTables:
             path.unlink()
             return
         self._columns[name], *rows = lines
-        at = self._columns[name].index("step")
-        self._replace_file(name, [row for row in rows if int(row[at]) <= step])
+        step_column = self._columns[name].index("step")
+        self._replace_file(name, [row for row in rows if int(row[step_column]) <= step])
 
     def _read_rows(self, path: Path) -> list[list[str]]:
         text = plainfile.read_bytes(path, _MAX_TABLE_BYTES).decode()
         return list(csv.reader(text[: text.rfind("\n") + 1].splitlines()))
 
     def _replace_file(self, file_name: str, rows: Iterable[list[str]]) -> None:
-        fresh = self._folder / f"{file_name}.new"
+        new_file = self._folder / f"{file_name}.new"
         with os.fdopen(
-            plainfile.open_descriptor(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", newline=""
+            plainfile.open_descriptor(new_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", newline=""
         ) as file:
             csv.writer(file, lineterminator="\n").writerows([self._columns[file_name], *rows])
-        fresh.replace(self._folder / file_name)
+        new_file.replace(self._folder / file_name)
 
     def _append_row(self, file_name: str, row: Mapping[str, Any]) -> None:
-        header = file_name not in self._columns
+        needs_header = file_name not in self._columns
         columns = self._columns.setdefault(file_name, list(row))
         path = self._folder / file_name
-        if more := [key for key in row if key not in columns]:
+        if new_columns := [key for key in row if key not in columns]:
             _, *rows = self._read_rows(path)
-            columns += more
-            self._replace_file(file_name, [each + [""] * len(more) for each in rows])
+            columns += new_columns
+            self._replace_file(file_name, [each + [""] * len(new_columns) for each in rows])
         with os.fdopen(
             plainfile.open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", newline=""
         ) as file:
             writer = csv.writer(file, lineterminator="\n")
-            if header:
+            if needs_header:
                 writer.writerow(columns)
             writer.writerow([row.get(key, "") for key in columns])

@@ -1,4 +1,4 @@
-"""The TensorBoard sink: writes curves over the step to <run>/tensorboard."""
+"""The TensorBoard sink, which writes curves over steps to <run>/tensorboard."""
 
 import os
 import socket

@@ -60,13 +60,13 @@ def create_table(
     shown, left_out = dict(columns), []
     while console.is_terminal and len(shown) > _MIN_COLUMNS and _measure_width(shown) > console.width:
         left_out.append(shown.popitem()[0])
-    found = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
     for heading in shown:
-        found.add_column(heading, justify="left" if heading in text_headings else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if heading in text_headings else "right", no_wrap=True)
     for number, style in enumerate(styles):
-        found.add_row(*(Text(each[number], style if name == "state" else "") for name, each in shown.items()))
+        table.add_row(*(Text(each[number], style if name == "state" else "") for name, each in shown.items()))
     return Group(
-        found, *([Text(f"hidden, because the terminal is too narrow: {', '.join(left_out)}")] if left_out else [])
+        table, *([Text(f"hidden, because the terminal is too narrow: {', '.join(left_out)}")] if left_out else [])
     )
 
 

@@ -32,12 +32,12 @@ def _compute_columns(points: Sequence[Point], width: int) -> list[float | None]:
     if not points:
         return [None] * width
     first, last = points[0].samples, points[-1].samples
-    found: list[list[float]] = [[] for _ in range(width)]
+    values_by_column: list[list[float]] = [[] for _ in range(width)]
     for point in points:
-        at = (point.samples - first) * (width - 1) // max(last - first, 1)
-        found[min(max(at, 0), width - 1)].append(point.value)
+        column = (point.samples - first) * (width - 1) // max(last - first, 1)
+        values_by_column[min(max(column, 0), width - 1)].append(point.value)
     columns: list[float | None] = []
-    for values in found:
+    for values in values_by_column:
         before = columns[-1] if columns else None
         columns.append(math.fsum(value / len(values) for value in values) if values else before)
     return columns

@@ -24,7 +24,7 @@ class Point(NamedTuple):
 
 @final
 class ThinnedCurve:
-    """A curve that keeps all points up to a length of 2,000. Longer curves are thinned to 1,000 to 2,000 points.
+    """A curve that keeps all points up to a length of 2,000. Longer curves are thinned to between 1,000 and 2,000.
 
     Thinning divides the curve into stretches of consecutive points, and reduces each stretch to its lowest and highest
     point. Whenever there are too many stretches, pairs of stretches are merged. The first and the last point of the
@@ -42,7 +42,7 @@ class ThinnedCurve:
         if self._first is None:
             self._first = point
         self._current_stretch.append(point)
-        if len(self._current_stretch) > self._stretch_size:  # never empty, so that the last point is always kept
+        if len(self._current_stretch) > self._stretch_size:  # keep one point in it, so that the last one is never lost
             last = self._current_stretch.pop()
             self._stretches.append(_find_extremes(self._current_stretch))
             self._current_stretch = [last]
@@ -59,12 +59,12 @@ class ThinnedCurve:
 
     def get_points(self) -> list[Point]:
         """Return the points that are kept, in order."""
-        found = [point for stretch in self._stretches for point in stretch]
+        points = [point for stretch in self._stretches for point in stretch]
         if self._stretch_size == 1:
-            return [*found, *self._current_stretch]
+            return [*points, *self._current_stretch]
         first = [] if self._first is None else [self._first]
         last = [*_find_extremes(self._current_stretch), self._current_stretch[-1]] if self._current_stretch else []
-        return list(dict.fromkeys([*first, *found, *last]))  # removes duplicates
+        return list(dict.fromkeys([*first, *points, *last]))  # removes duplicates
 
     def _merge_stretches(self) -> None:
         """Merge consecutive pairs of stretches into stretches of twice the size."""

@@ -23,7 +23,7 @@ def read_id(folder: Path, service: str) -> str:
 
 def write_id(folder: Path, service: str, run_id: str) -> None:
     """Store the run ID atomically."""
-    fresh = folder / f"{get_id_file_name(service)}.new"
-    with os.fdopen(plainfile.open_descriptor(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+    new_file = folder / f"{get_id_file_name(service)}.new"
+    with os.fdopen(plainfile.open_descriptor(new_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.write(f"{run_id}\n".encode())
-    fresh.replace(folder / get_id_file_name(service))
+    new_file.replace(folder / get_id_file_name(service))

@@ -15,7 +15,7 @@ Verdict = Literal["identical", "within tolerance", "differs", "failed", "not pos
 
 _GOOD_VERDICTS: Final = ("identical", "within tolerance", "not possible")
 _MIB: Final = 1 << 20
-_NUMERIC_COLUMNS: Final = ("processes", "seconds")  # numeric columns, which are right-aligned
+_NUMERIC_COLUMNS: Final = ("processes", "seconds")  # right-aligned
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Mismatch:
     """The first difference between a placement and the reference run, with its likely cause as text.
 
     `step` counts from 1, and is None for a difference after the last step. `reference` and `found` are the expected and
-    the actual value as text. For a tensor, these are the two elements with the largest difference, and `index` is their
+    the actual value as text. For a tensor, these are the values of the element that differs most, and `index` is its
     index. `ranks` lists the ranks that computed `found`, or is empty if the ranks are unknown.
     """
 
@@ -43,8 +43,7 @@ class Mismatch:
 class VerdictRow:
     """The result of a single placement.
 
-    `largest` is the largest difference from the reference run, relative like `tolerance`, or None if there was no
-    difference.
+    `largest` is the largest relative difference from the reference run, or None if there was no difference.
     """
 
     strategy: str
@@ -130,7 +129,7 @@ def format_failures(verification: Verification) -> str:
 
 
 def explain_row(row: VerdictRow, findings: Sequence[CodeFinding]) -> Iterator[str]:
-    """Yield lines that explain how a placement differs. A cause in `findings` is referenced instead of repeated."""
+    """Yield lines that explain how a placement differs. A cause from `findings` isn't repeated."""
     where = f"{row.strategy} on {format_count(row.processes, 'process')}"
     if row.departure is None:
         yield f"{where}: {row.verdict}: {row.reason}"

@@ -1,4 +1,4 @@
-"""The Weights & Biases sink. Each run is logged as a run in wandb, and a resumed run continues it.
+"""The Weights & Biases sink. Each run is logged as a wandb run, which a resumed run continues.
 
 wandb reads its API key itself (WANDB_API_KEY, or `wandb login`). The key is never part of a recipe.
 """
@@ -29,11 +29,11 @@ class Wandb:
     def __init__(self, folder: Path, options: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
         import wandb  # imported lazily, because the import takes a second and only rank 0 needs it
 
-        number = read_id(folder, "wandb") or secrets.token_hex(6)
+        run_id = read_id(folder, "wandb") or secrets.token_hex(6)
         self._exit_code = 1  # reported if the run ends without a `done` or `stopped` event
         self._run: Any = wandb.init(
             dir=str(folder.absolute()),
-            id=number,
+            id=run_id,
             resume="allow",
             project=options.get("project", "lockstep"),
             entity=options.get("entity"),
@@ -46,7 +46,7 @@ class Wandb:
             # With silent=True, wandb raises an exception instead of asking for an API key on the terminal.
             settings=wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True),
         )
-        write_id(folder, "wandb", number)
+        write_id(folder, "wandb", run_id)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 

@@ -17,7 +17,7 @@ Row = tuple[str, str]
 _DETECTION_PROBABILITY: Final = 0.95  # confidence level of the upper bound on the fault rate
 _FP32_BYTES: Final = 4
 _SHOWN_DATA_SHARE: Final = 0.05  # minimum fraction of the step time at which the data time is shown
-_MAX_FIXED_LOSS: Final = 1e6  # larger losses are shown without fixed decimals
+_MAX_FIXED_LOSS: Final = 1e6  # larger losses are shown without a fixed number of decimals
 _MAX_LISTED_MICROBATCHES: Final = 4  # number of micro-batches that are listed for each replica
 _NOTHING_SAVED: Final = "nothing is saved"
 _RANDOM_HASH_SEED: Final = (
@@ -29,19 +29,19 @@ _RANDOM_HASH_SEED: Final = (
 def format_start_lines(event: Started, rate_rule: str) -> list[str]:
     """Return the lines that are printed at the start of a run. `rate_rule` explains the learning rate."""
     backend = f", backend {event.backend}" if event.backend else ""
-    slowly = f"; {GLOO_NOTE}" if event.backend == "gloo" else ""
-    counted = [(event.train_samples, "training sample")]
+    gloo_note = f"; {GLOO_NOTE}" if event.backend == "gloo" else ""
+    sample_counts = [(event.train_samples, "training sample")]
     # The number of validation samples is unknown in a custom training loop.
-    counted += [(event.validation_samples, "validation sample")] if event.validation_samples or event.task else []
+    sample_counts += [(event.validation_samples, "validation sample")] if event.validation_samples or event.task else []
     lines = [
         *([event.task] if event.task else []),
         f"{format_count(event.parameters, 'parameter')} ({format_bytes(_FP32_BYTES * event.parameters)} in fp32), "
-        + ", ".join(format_count(number, of) for number, of in counted),
+        + ", ".join(format_count(number, of) for number, of in sample_counts),
         f"{format_count(event.steps, 'step')} in {epochs.format_epochs(event.epochs)} of {event.steps_per_epoch:,}, "
         f"batch {event.batch:,} in {format_count(event.microbatches, 'micro-batch')}",
         f"{format_count(event.processes, 'process')}, strategy {event.strategy}, device {event.device}{backend}",
         *([_describe_replicas(event)] if event.replicas else []),
-        *(f"ranks {', '.join(map(str, ranks))} share one device{slowly}" for ranks in event.sharing),
+        *(f"ranks {', '.join(map(str, ranks))} share one device{gloo_note}" for ranks in event.sharing),
         *([_describe_flops(event)] if event.task or event.flops_per_sample else []),
         *([rate_rule] if rate_rule else []),
         # With several ranks, a separate warning reports differing hash seeds. A resumed run warns if its hash seed has
@@ -62,7 +62,7 @@ def format_start_lines(event: Started, rate_rule: str) -> list[str]:
 
 
 def _describe_replicas(event: Started) -> str:
-    """Describe which micro-batches of a step are computed by each replica."""
+    """Describe which micro-batches of a step each replica processes."""
     shares = []
     for replica, device in enumerate(event.replicas):
         indices = range(replica, event.microbatches, len(event.replicas))
@@ -171,12 +171,12 @@ def format_log_line(event: Logged) -> str:
 def format_evaluation_line(event: Evaluated) -> str:
     """Return a line with the result of an evaluation and the number of samples it used."""
     weights = "" if event.weights == "model" else f"  {event.weights} weights"
-    figures = "  ".join(
+    metrics = "  ".join(
         word
         for word in (format_task_metrics(event.figures, event.fractions), f"loss {format_loss(event.loss)}")
         if word
     )
-    return f"evaluated {event.evaluated} of {event.of}  {figures}{weights}"
+    return f"evaluated {event.evaluated} of {event.of}  {metrics}{weights}"
 
 
 def format_skip_lines(event: Skipped) -> list[str]:
@@ -205,9 +205,9 @@ def make_summary(event: Done, run: Started, run_dir: str | None) -> list[Row]:
     """Return the rows of the summary that is printed at the end of a run. The last row suggests further commands."""
     rows = [("steps", f"{event.step:,}"), ("samples", f"{event.samples:,}")]
     for name, last in event.figures.items():
-        share = name in run.fractions
-        best = f", best {format_value(event.best[name], share)}" if name in event.best else ""
-        rows.append((name, f"{format_value(last, share)}{best}"))
+        is_fraction = name in run.fractions
+        best = f", best {format_value(event.best[name], is_fraction)}" if name in event.best else ""
+        rows.append((name, f"{format_value(last, is_fraction)}{best}"))
     rows += [("time", format_duration(event.seconds))] if event.step > run.step else []
     if event.seconds > 0 and event.step > run.step:
         rate = (event.samples - run.samples) / event.seconds
@@ -219,16 +219,16 @@ def make_summary(event: Done, run: Started, run_dir: str | None) -> list[Row]:
     if run_dir is None:
         return [*rows, ("run folder", f"none: {_NOTHING_SAVED}")]
     folder = printable_line(shlex.quote(run_dir))
-    uses = [f"lockstep report {folder}", *([f"lockstep predict {folder} ..."] if run.task else [])]
-    return [*rows, ("run folder", printable_line(run_dir)), ("next", ", ".join(uses))]
+    commands = [f"lockstep report {folder}", *([f"lockstep predict {folder} ..."] if run.task else [])]
+    return [*rows, ("run folder", printable_line(run_dir)), ("next", ", ".join(commands))]
 
 
 def _compare_prediction(event: Done) -> str:
-    said, was = (
+    predicted, measured = (
         (format_step_time(each["step_s"]), format_bytes(each["peak_bytes"]))
         for each in (event.predicted, event.measured)
     )
-    return f"{said[0]} a step, {said[1]}; was {', '.join(was)}"
+    return f"{predicted[0]} a step, {predicted[1]}; was {', '.join(measured)}"
 
 
 def _describe_fault_rate(audited: int) -> str:
@@ -236,10 +236,10 @@ def _describe_fault_rate(audited: int) -> str:
 
     The bound is the rule of three (Hanley and Lippman-Hand, JAMA 249, 1983).
     """
-    seldom = int(audited / -math.log(1 - _DETECTION_PROBABILITY))
+    num_steps = int(audited / -math.log(1 - _DETECTION_PROBABILITY))
     return (
-        f"; a fault in 1 of {seldom:,} steps would have shown, with {_DETECTION_PROBABILITY:.0%} probability"
-        if seldom > 1
+        f"; a fault in 1 of {num_steps:,} steps would have shown, with {_DETECTION_PROBABILITY:.0%} probability"
+        if num_steps > 1
         else ""
     )
 
@@ -282,7 +282,7 @@ def format_count(number: int, noun: str) -> str:
 def _describe_flops(event: Started) -> str:
     """Return a line with the FLOP per sample and the peak FLOP/s of the devices, or the reason why they are unknown."""
     if event.flops_per_sample is None:
-        return "no FLOP count: the model does not run on the meta device of torch, which does not affect the training"
+        return "no FLOP count: the model does not run on torch's meta device; this does not affect training"
     cost = f"{format_flops(event.flops_per_sample)} for each sample, forward and backward"
     if event.peak_flops_per_s is not None:
         return f"{cost}; peak of the devices {format_flops(event.peak_flops_per_s)}/s"

@@ -127,9 +127,11 @@ class Setup:
         """
         recipe, task, device = self.recipe, self.task, world.device
         transforms = get_device_transforms(recipe, self.data)
-        weigh = None
+        weighting = None
         if not task.counts_samples:
-            weigh = BatchWeighting(task.weight, partial(sum_over_ranks, world), world.all_gather_text, "task: weight")
+            weighting = BatchWeighting(
+                task.weight, partial(sum_over_ranks, world), world.all_gather_text, "task: weight"
+            )
         return Loader(
             data=self.data,
             steps=self.steps,
@@ -140,7 +142,7 @@ class Setup:
             data_rank=data_rank,
             num_workers=workers,
             select_dummy=get_audit_microbatch,
-            weighting=weigh,
+            weighting=weighting,
             devices=devices,
         )
 
@@ -181,20 +183,20 @@ def build_setup(recipe: Recipe, initial_weights: InitialWeights | None = None) -
     data = open_recipe_data(recipe)
     steps = planning.compute_steps(recipe, len(data.train))
     example, evaluation = load_example_batches(recipe, data)
-    task, task_line = find_task(section_to_dict(recipe), f"model {recipe.model.name}", data.facts, example)
+    task, task_description = find_task(section_to_dict(recipe), f"model {recipe.model.name}", data.facts, example)
     if recipe.compile:
         task = compile_language_loss(task)
     task = add_metrics(task, recipe.metrics)
     models = _make_model_builders(recipe, data, initial_weights)
     summary = _check_model(recipe, steps, task, models.unchunked, example, evaluation)
     _check_batchnorm(recipe, summary)
-    chunked = find_chunk_layouts(models.unchunked, recipe.model)
+    chunk_layouts = find_chunk_layouts(models.unchunked, recipe.model)
     if recipe.model.chunks > 1:
         _check_model(recipe, steps, task, models.chunked, example, evaluation)
     inputs = _check_chunks_and_dtype(recipe, task, models, summary, example, evaluation)
     parameter_settings = _check_optimizer(recipe, models, summary)
     check_rate(recipe, steps)
-    fit = (
+    match_report = (
         None
         if initial_weights is None
         else initial_weights.load_into(
@@ -215,13 +217,13 @@ def build_setup(recipe: Recipe, initial_weights: InitialWeights | None = None) -
         parameter_settings=parameter_settings,
         build_blank=models.chunked,
         build_unchunked=partial(initialize_model, models.initialized, recipe.seed),
-        warnings=(*data.warnings, *_iterate_warnings(recipe, data, steps, summary, initial_weights, fit)),
+        warnings=(*data.warnings, *_iterate_warnings(recipe, data, steps, summary, initial_weights, match_report)),
         # Hash the source files after all user code has been imported, because user code may change sys.path.
         source_hashes=hash_sources(get_import_paths(recipe).values()),
         initial_weights=initial_weights,
-        weights_report=fit,
-        task_description=task_line,
-        chunk_layouts=chunked,
+        weights_report=match_report,
+        task_description=task_description,
+        chunk_layouts=chunk_layouts,
     )
 
 
@@ -238,12 +240,12 @@ def _make_model_builders(recipe: Recipe, data: DataSet, initial_weights: Initial
     if recipe.model.pretrained:
         check_pretrained(recipe.model.name, recipe.model.source)
     plain, tuning = make_model_builder(recipe, data.facts), make_tuning(recipe)
-    uncut = partial(build_finetuned, plain, tuning)
+    unchunked = partial(build_finetuned, plain, tuning)
     pretrained = partial(plain, pretrained=recipe.model.pretrained)
     return _ModelBuilders(
         plain=plain,
-        unchunked=uncut,
-        chunked=partial(build_in_chunks, uncut, recipe.model),
+        unchunked=unchunked,
+        chunked=partial(build_in_chunks, unchunked, recipe.model),
         initialized=partial(build_finetuned, pretrained, tuning, initial_weights),
     )
 
@@ -296,14 +298,14 @@ def _check_chunks_and_dtype(
 
 def _check_optimizer(recipe: Recipe, models: _ModelBuilders, summary: ModelSummary) -> dict[str, dict[str, Any]]:
     """Check the optimizer with each distinct set of settings, and return the settings of individual parameters."""
-    parameter_settings, stored = (
+    parameter_settings, weight_dtype = (
         compute_parameter_settings(recipe, [*summary.trained_parameters], models.chunked),
         get_weight_dtype(recipe.precision),
     )
     for make_optimizer in make_optimizer_factories(recipe, parameter_settings):
         check_optimizer(make_optimizer, summary.dims)
-        if stored is not None:
-            check_stored_dtype(make_optimizer, stored)
+        if weight_dtype is not None:
+            check_stored_dtype(make_optimizer, weight_dtype)
     if ":" in recipe.optimizer.name:
         check_custom_optimizer(recipe.optimizer.name, make_optimizer_factory(recipe))
     return parameter_settings
@@ -322,7 +324,7 @@ def _iterate_warnings(
     if summary.has_active_batchnorm:
         yield from list_batchnorm_warnings(recipe, steps)
     if initial_weights is not None and match_report is not None and (match_report.initialized or match_report.unused):
-        yield f"first weights from {initial_weights.label}: {match_report}"
+        yield f"initial weights from {initial_weights.label}: {match_report}"
 
 
 def _check_batchnorm(recipe: Recipe, summary: ModelSummary) -> None:

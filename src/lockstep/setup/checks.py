@@ -69,7 +69,7 @@ def check_placement(resolved: ResolvedConfig, *, training: bool = True) -> None:
 
 
 def _check_compile(resolved: ResolvedConfig) -> None:
-    """Raise UsageError if the bits of compiled code (`recipe.compile`) could depend on the placement."""
+    """Raise UsageError if the results of compiled code (`recipe.compile`) could depend on the placement."""
     recipe = resolved.recipe
     if recipe.compile and recipe.model.chunks > 1:
         raise UsageError(
@@ -171,7 +171,7 @@ def check_partitioning(resolved: ResolvedConfig, setup: Setup) -> None:
     if isinstance(strategy, ExternalEngineStrategy):
         for make_optimizer in make_optimizer_factories(setup.recipe, setup.parameter_settings)[1:]:
             strategy.check_recipe(resolved.numerics, make_optimizer)
-        strategy.check_trained_dtypes({name: form.dtype for name, form in setup.summary.trained_parameters.items()})
+        strategy.check_trained_dtypes({name: spec.dtype for name, spec in setup.summary.trained_parameters.items()})
     if isinstance(strategy, PartitionedModelStrategy):
         whole_blocks = setup.recipe.compile
         strategy.check_model(setup.build_blank, setup.problem.example, resolved.processes, whole_blocks=whole_blocks)
@@ -183,10 +183,10 @@ def needs_full_tensors(resolved: ResolvedConfig, setup: Setup) -> bool:
 
     Raises UsageError if the optimizer needs full tensors that the strategy can't provide.
     """
-    stored = get_weight_dtype(setup.recipe.precision)
-    dtypes = {stored}
-    if stored is None:  # without a storage dtype, the model itself may have 16-bit weights
-        dtypes |= {form.dtype for form in setup.summary.trained_parameters.values() if form.dtype in DTYPES_16_BIT}
+    weight_dtype = get_weight_dtype(setup.recipe.precision)
+    dtypes = {weight_dtype}
+    if weight_dtype is None:  # without a storage dtype, the model itself may have 16-bit weights
+        dtypes |= {spec.dtype for spec in setup.summary.trained_parameters.values() if spec.dtype in DTYPES_16_BIT}
     return _check_updates(
         resolved, bool(setup.chunk_layouts), make_optimizer_factories(setup.recipe, setup.parameter_settings), dtypes
     )
@@ -229,8 +229,8 @@ def check_kernels(placement: Placement, setup: Setup, *, training: bool = True) 
     if placement.device == "cpu" or not torch.cuda.device_count():
         return
     check_env_flags(setup.recipe.precision)
-    if refusals := find_nondeterministic_cuda_calls(setup, training=training):
-        lines = "".join(f"\n  {refusal}" for refusal in refusals)
+    if calls := find_nondeterministic_cuda_calls(setup, training=training):
+        lines = "".join(f"\n  {call}" for call in calls)
         raise UsageError(
             f"model {setup.recipe.model.name}: these operations are not deterministic on CUDA:{lines}\n"
             f"Replace them, or use placement.device=cpu (docs/gpu.md#deterministic-kernels-on-cuda)"

@@ -70,7 +70,7 @@ def check_plan(setup: Setup) -> list[str]:
 def check_chunks(setup: Setup, quick: bool = False) -> None:
     """Raise VerificationError if splitting the recipe's model into feature chunks changes its outputs.
 
-    If `quick` is set, only a part of the inputs is compared, in float32.
+    If `quick` is set, the model is only called with a part of the inputs, in float32.
     """
     config = setup.recipe.model
     if config.chunks == 1:
@@ -79,10 +79,10 @@ def check_chunks(setup: Setup, quick: bool = False) -> None:
         full_model = setup.build_unchunked().eval()
         _, batch = load_example_batches(setup.recipe, setup.data)
         inputs = setup.task.inputs(repeat_samples(batch, _NUM_SAMPLES))
-        cut_features = partial(chunk_model, num_chunks=config.chunks, plan=config.plan, model_name=config.name)
-        departure = (find_quick_difference if quick else find_chunk_difference)(full_model, cut_features, inputs)
-    if departure:
-        raise VerificationError(f"recipe.model.plan: {describe_difference(departure, config.chunks)}; {PLAN_ADVICE}")
+        split_features = partial(chunk_model, num_chunks=config.chunks, plan=config.plan, model_name=config.name)
+        difference = (find_quick_difference if quick else find_chunk_difference)(full_model, split_features, inputs)
+    if difference:
+        raise VerificationError(f"recipe.model.plan: {describe_difference(difference, config.chunks)}; {PLAN_ADVICE}")
 
 
 def check_saved_model(path: Path, model: nn.Module, config: ModelConfig, inputs: Inputs) -> None:
@@ -93,12 +93,12 @@ def check_saved_model(path: Path, model: nn.Module, config: ModelConfig, inputs:
     """
     if config.chunks == 1:
         return
-    cut_features = partial(chunk_model, num_chunks=config.chunks, plan=config.plan, model_name=config.name)
+    split_features = partial(chunk_model, num_chunks=config.chunks, plan=config.plan, model_name=config.name)
     with preserve_rng_states(), drop_new_tensors():
-        departure = find_quick_difference(copy.deepcopy(model), cut_features, inputs)
-    if departure:
+        difference = find_quick_difference(copy.deepcopy(model), split_features, inputs)
+    if difference:
         raise UsageError(
-            f"{path}: recipe.model.plan: {describe_difference(departure, config.chunks)}, so the whole model does "
+            f"{path}: recipe.model.plan: {describe_difference(difference, config.chunks)}, so the whole model does "
             "not match these weights, which were trained in chunks; use `lockstep eval`, which computes in chunks"
         )
 
@@ -116,7 +116,7 @@ def check_sequence_chunks(setup: Setup, bounds: Bounds = _BOUNDS) -> None:
     config, name = setup.recipe.model, setup.problem.name
     if config.sequence_chunks == 1:
         return
-    cut_features = (
+    split_features = (
         partial(chunk_model, num_chunks=config.chunks, plan=config.plan, model_name=config.name)
         if config.chunks > 1
         else _split_no_features
@@ -125,13 +125,13 @@ def check_sequence_chunks(setup: Setup, bounds: Bounds = _BOUNDS) -> None:
         example, _ = load_example_batches(setup.recipe, setup.data)
         batch = repeat_samples(example, _NUM_SAMPLES)
         full_model = setup.build_unchunked().eval()
-        departure = find_sequence_difference(
-            full_model, setup.task, batch, config.sequence_chunks, cut_features, bounds
+        difference = find_sequence_difference(
+            full_model, setup.task, batch, config.sequence_chunks, split_features, bounds
         )
-    if departure:
+    if difference:
         raise VerificationError(
             f"recipe.model.sequence_chunks: {name} computes different values in {config.sequence_chunks} chunks than "
-            f"on whole sequences: {departure[0]} differs by {departure[1]:.2g} of the largest value; outside "
+            f"on whole sequences: {difference[0]} differs by {difference[1]:.2g} of the largest value; outside "
             f"attention, compute each position independently, using its position_ids, and do not convolve, pool or "
             f"shift along the sequence"
         )
@@ -232,7 +232,7 @@ def find_sequence_difference(
     `split_features` splits a copy of the model into feature chunks in place, and returns the layouts of its parameters.
     """
     chunked_model = copy.deepcopy(full_model)
-    chunked = split_features(chunked_model)
+    layouts = split_features(chunked_model)
 
     def compare(sample_batch: Batch) -> Iterator[ChunkDifference]:
         whole_loss = add_losses(task.loss(call_model(full_model, task.inputs(sample_batch)), sample_batch))
@@ -245,7 +245,7 @@ def find_sequence_difference(
         # errors, such as that of a key bias, isn't a meaningful scale.
         scale = torch.stack([values.abs().max() for values in gradients.values()]).max()
         for name, gradient in gradients.items():
-            expected = chunked[name].to_rows(gradient) if name in chunked else gradient
+            expected = layouts[name].to_rows(gradient) if name in layouts else gradient
             yield (
                 f"the gradient of {name}",
                 _compute_relative_difference(expected, chunk_gradients.get(name, torch.zeros_like(expected)), scale),

@@ -55,13 +55,13 @@ def chunk_model(model: nn.Module, num_chunks: int, plan: Plan, model_name: str) 
     UsageError with the recipe keys to change if the model can't be split.
     """
     built_in = {key: kind for key, kind in get_built_in_plan(model).items() if key not in plan}
-    chunked = split_into_chunks(model, {**plan, **built_in}, num_chunks)  # the first matching pattern applies
+    layouts = split_into_chunks(model, {**plan, **built_in}, num_chunks)  # the first matching pattern applies
     if not find_split_layers(model):
         raise UsageError(
             f"recipe.model.chunks: model {model_name} has no layers that are known to be splittable; list the layers "
             "to split in recipe.model.plan (docs/model-parallel.md)"
         )
-    return chunked
+    return layouts
 
 
 def check_loss(task: Task, outputs: Any, batch: Batch) -> None:
@@ -87,17 +87,17 @@ def check_sequence_chunking(build: ModelFactory, task: Task, batch: Batch, num_c
     """
     require_sequence_task(task)
 
-    def trial(device: str) -> Sequence[str]:
+    def run_on(device: str) -> Sequence[str]:
         with drop_new_tensors():
             return _run_trial(build, task, batch, num_chunks, model_name, device)
 
     with warnings.catch_warnings(action="ignore"), UserCode(model_name):
         try:
-            arguments = trial("meta")
+            arguments = run_on("meta")
         except LockstepError:
             raise
         except Exception:  # a model may read tensor values, which fails on the meta device
-            arguments = trial("cpu")
+            arguments = run_on("cpu")
     return add_position_ids(task.inputs(batch), arguments)
 
 
@@ -123,14 +123,14 @@ def _run_trial(
 
 def compute_chunk_losses(model: nn.Module, task: Task, batch: Batch, num_chunks: int) -> list[Any]:
     """Split the sequences of a batch into `num_chunks` chunks, and return the loss of each chunk."""
-    cooperative = CooperativeScheduler([])
+    scheduler = CooperativeScheduler([])
     sequences = SequenceChunks(
-        require_sequence_task(task), get_argument_names(model), range(num_chunks), Exchange(num_chunks), cooperative
+        require_sequence_task(task), get_argument_names(model), range(num_chunks), Exchange(num_chunks), scheduler
     )
     [*microbatches] = sequences.units_for(MicroBatch(0, batch, get_batch_size(batch), 0), 1)
 
-    def loss_of(microbatch: MicroBatch) -> Any:
+    def compute_loss(microbatch: MicroBatch) -> Any:
         return task.loss(sequences.run_model(model, microbatch), microbatch.batch)
 
     # The callback is a no-op, because chunks have no state that must be restored before they continue.
-    return cooperative.run([partial(loss_of, microbatch) for microbatch in microbatches], lambda _: None)
+    return scheduler.run([partial(compute_loss, microbatch) for microbatch in microbatches], lambda _: None)

@@ -15,7 +15,7 @@ from lockstep.tasks.base import Task
 from lockstep.tasks.language import Language, SumLosses, sum_cross_entropy
 from lockstep.tasks.sft import Sft
 
-_MIN_LOGITS: Final = 1024  # with fewer logits per position, the loss takes a negligible part of a step
+_MIN_LOGITS: Final = 1024  # with fewer logits per position, the loss takes a negligible part of the step time
 
 
 def compile_language_loss(task: Task) -> Task:

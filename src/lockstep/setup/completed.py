@@ -19,7 +19,7 @@ _BEST: Final = "best_"
 def make_completion_notice(loaded: LoadedConfig, *, is_claimed: bool = False) -> str:
     """Return a notice with the hash of the weights if the run is already complete. Otherwise, return an empty string.
 
-    If the run folder has a URL, it is only read if `is_claimed` is set, because its local copy may be outdated until
+    If `run.dir` is a URL, the folder is only read if `is_claimed` is set, because its local copy may be outdated until
     this process claims the folder.
     """
     done = find_completed_run(loaded, is_claimed=is_claimed)
@@ -44,12 +44,12 @@ def find_completed_run(loaded: LoadedConfig, *, is_claimed: bool = False) -> Don
         last_event = jsonl.read_last_event(folder / jsonl.EVENTS)
         if last_event.get("event") != "done":
             return None
-        before = read_run_recipe(folder / CONFIG_NAME)
+        recorded_recipe = read_run_recipe(folder / CONFIG_NAME)
     except (OSError, UsageError):
         return None
     return (
         _parse_done(last_event)
-        if select_comparable_values(section_to_dict(before))
+        if select_comparable_values(section_to_dict(recorded_recipe))
         == select_comparable_values(section_to_dict(loaded.config.recipe))
         else None
     )

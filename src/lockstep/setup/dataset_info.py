@@ -67,4 +67,4 @@ def _describe_difference(saved: Any, current: Any) -> str:
     index, (saved_item, current_item) = next(
         (n, pair) for n, pair in enumerate(zip(saved, current, strict=True)) if pair[0] != pair[1]
     )
-    return f"number {index} is {saved_item!r} in the checkpoint, {current_item!r} in this data"
+    return f"item {index} is {saved_item!r} in the checkpoint, {current_item!r} in this data"

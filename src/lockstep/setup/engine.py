@@ -25,41 +25,41 @@ def start_engine(prepared: PreparedRun, world: World, is_resumed: bool = False) 
 
     If `is_resumed` is set, the initial weights aren't loaded, because the caller will load the weights of a checkpoint.
     """
-    ready, placement, strategy = prepared.setup, prepared.placement, prepared.strategy
-    problem = ready.problem
+    setup, placement, strategy = prepared.setup, prepared.placement, prepared.strategy
+    problem = setup.problem
     if is_resumed:
-        problem = replace(problem, build_model=partial(initialize_model, ready.build_blank, ready.recipe.seed))
-    whole_updates = needs_full_tensors(prepared.resolved, ready)
+        problem = replace(problem, build_model=partial(initialize_model, setup.build_blank, setup.recipe.seed))
+    requires_full_tensors = needs_full_tensors(prepared.resolved, setup)
     numerics = replace(
         prepared.resolved.numerics,
-        checks_writes=ready.is_guarded,
-        needs_full_tensors=whole_updates,
-        chunked_parameters=ready.chunk_layouts,
+        checks_writes=setup.is_guarded,
+        needs_full_tensors=requires_full_tensors,
+        chunked_parameters=setup.chunk_layouts,
     )
     mesh = strategy.mesh(world.size)
     data_rank = mesh.get_data_rank(world.rank)
-    start = partial(strategy.start, problem, ready.make_optimizer)
+    start = partial(strategy.start, problem, setup.make_optimizer)
     if placement.audit_every is None:
         engine, devices = start(world, numerics), replica_devices(strategy, world.on_gpu)
-        return _wrap_canonical_state(engine, ready), ready.make_loader(
+        return _wrap_canonical_state(engine, setup), setup.make_loader(
             world, data_rank, placement.workers, devices=devices
         )
-    schedule = AuditSchedule(placement.audit_every, mesh, ready.recipe.microbatches)
-    # Usually, each rank repeats a micro-batch of a different rank in an audit. With these settings, a rank can't run a
-    # micro-batch on its own, so the audit repeats the full step with the ranks rotated.
+    schedule = AuditSchedule(placement.audit_every, mesh, setup.recipe.microbatches)
+    # Usually, each rank repeats a micro-batch of a different rank in an audit. With the settings below, a rank can't
+    # run a micro-batch on its own, so the audit repeats the full step with the ranks rotated.
     if (
         isinstance(strategy, PartitionedModelStrategy)
         or numerics.sync_batchnorm
         or numerics.recipe.model.sequence_chunks > 1
     ):
-        loader = ready.make_loader(world, data_rank, placement.workers)
+        loader = setup.make_loader(world, data_rank, placement.workers)
         start_rotated = cast(Callable[[World, Numerics], RotatableEngine], start)
         audited: Engine = RotatedAudit(start_rotated, world, numerics, schedule, loader.fetch_microbatch)
     else:
-        loader = ready.make_loader(world, data_rank, placement.workers, partial(schedule.get_assignment, world.rank))
+        loader = setup.make_loader(world, data_rank, placement.workers, partial(schedule.get_assignment, world.rank))
         start_alone = cast(Callable[[World], Auditable], lambda world: start(world, numerics))
         audited = AuditedEngine(start_alone, world, schedule, loader.fetch_microbatch)
-    return _wrap_canonical_state(audited, ready), loader
+    return _wrap_canonical_state(audited, setup), loader
 
 
 def _wrap_canonical_state(engine: Engine, setup: Setup) -> Engine:

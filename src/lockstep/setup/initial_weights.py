@@ -89,15 +89,15 @@ def load_initial_weights(loaded: LoadedConfig) -> tuple[LoadedConfig, InitialWei
     weights, start_from = recipe.model.weights, run.start_from
     if weights is not None and (start_from is not None or recipe.model.pretrained):
         other_key = _START if start_from is not None else "recipe.model.pretrained"
-        raise UsageError(f"{_WEIGHTS}: {other_key} also sets the first weights; set only one of the two")
-    before = _read_previous_recipe(run) if weights or start_from or recipe.start else None
+        raise UsageError(f"{_WEIGHTS}: {other_key} also sets the initial weights; set only one of the two")
+    previous_recipe = _read_previous_recipe(run) if weights or start_from or recipe.start else None
     if weights is not None:
-        return _load_from_file(loaded, weights, before)
+        return _load_from_file(loaded, weights, previous_recipe)
     if start_from is not None:
-        return _load_from_run(loaded, start_from, before)
-    if recipe.start is not None and (before is None or before.start != recipe.start):
+        return _load_from_run(loaded, start_from, previous_recipe)
+    if recipe.start is not None and (previous_recipe is None or previous_recipe.start != recipe.start):
         raise UsageError(
-            f"recipe.start: contains the hash of the first weights of a run, but not their location; set {_START} to "
+            f"recipe.start: contains the hash of the initial weights of a run, but not their location; set {_START} to "
             f"the run that they come from"
         )
     return loaded, None
@@ -165,13 +165,13 @@ def _load_from_run(
             f"{', and its optimizer' if start_config.optimizer else ''}) does not match recipe.start; use a different "
             f"checkpoint, or unset recipe.start"
         )
-    first = InitialWeights(
+    initial_weights = InitialWeights(
         str(checkpoint.path),
         _get_checkpoint_tensors(checkpoint, use_ema=False),
         checkpoint=checkpoint,
         uses_optimizer_state=start_config.optimizer,
     )
-    return _record_hashes(loaded, start=start), first
+    return _record_hashes(loaded, start=start), initial_weights
 
 
 def _make_starting_point(checkpoint: FoundCheckpoint, with_optimizer: bool) -> StartingPoint:
@@ -180,8 +180,8 @@ def _make_starting_point(checkpoint: FoundCheckpoint, with_optimizer: bool) -> S
     if not with_optimizer:
         return StartingPoint(weights_sha256=weights)
     state = saved_state.parse_state(checkpoint.path, snapshot.state)
-    before = state.recipe.get("start") or {}
-    updates = state.progress.step - state.progress.skipped_steps + int(before.get("updates") or 0)
+    previous_start = state.recipe.get("start") or {}
+    updates = state.progress.step - state.progress.skipped_steps + int(previous_start.get("updates") or 0)
     parts = [store.weights_sha256(snapshot.optimizer), store.weights_sha256(snapshot.ema or {})]
     digest = hashlib.sha256(json.dumps([*parts, snapshot.state["engine"]], sort_keys=True).encode()).hexdigest()
     return StartingPoint(weights_sha256=weights, optimizer_sha256=digest, updates=updates)

@@ -22,16 +22,16 @@ def make_optimizer_factory(recipe: Recipe, get_settings: GetParameterOptions | N
 
     `get_settings` takes the name of a parameter, and returns those settings that differ from the general settings.
     """
-    config = recipe.optimizer
+    optimizer = recipe.optimizer
     return partial(
         make_optimizer,
-        name=config.name,
+        name=optimizer.name,
         lr=planning.compute_base_rate(recipe),
-        momentum=config.momentum,
-        nesterov=config.nesterov,
-        weight_decay=config.weight_decay,
-        decay_bias_and_norm=config.decay_bias_and_norm,
-        options=config.options,
+        momentum=optimizer.momentum,
+        nesterov=optimizer.nesterov,
+        weight_decay=optimizer.weight_decay,
+        decay_bias_and_norm=optimizer.decay_bias_and_norm,
+        options=optimizer.options,
         settings=get_settings,
     )
 
@@ -61,14 +61,14 @@ def make_optimizer_factories(
     return [
         make_optimizer_factory(recipe),
         *(
-            make_optimizer_factory(recipe, partial(_get_constant_setting, setting))
-            for setting in find_distinct_options(parameter_settings)
+            make_optimizer_factory(recipe, partial(_get_constant_settings, settings))
+            for settings in find_distinct_options(parameter_settings)
         ),
     ]
 
 
-def _get_constant_setting(setting: dict[str, Any], _: str) -> dict[str, Any]:
-    return setting
+def _get_constant_settings(settings: dict[str, Any], _: str) -> dict[str, Any]:
+    return settings
 
 
 def _make_group_settings(recipe: Recipe, config_group: config.ParameterGroupConfig) -> GroupSettings:

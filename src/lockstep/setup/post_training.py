@@ -20,7 +20,7 @@ from lockstep.tasks.sft import POSITIONS
 
 # The maximum number of parameters of a model that is checked with all its layers.
 _MAX_CHECKED_PARAMETERS: Final = 250_000_000
-_NUM_LAYERS: Final = 2
+_REDUCED_NUM_LAYERS: Final = 2
 _SEQUENCE_LENGTH: Final = 8  # length of each sequence, whose ids are drawn from a sample
 # Maximum difference due to a different input shape, relative to the largest magnitude.
 _MAX_RELATIVE_DIFFERENCE: Final = 2.0**-10
@@ -76,7 +76,7 @@ def _build_random_model(setup: Setup) -> nn.Module:
     if setup.summary.num_parameters <= _MAX_CHECKED_PARAMETERS:
         return initialize_model(setup.build_blank, setup.recipe.seed)
     model = setup.recipe.model
-    options = {**model.options, "num_hidden_layers": _NUM_LAYERS}
+    options = {**model.options, "num_hidden_layers": _REDUCED_NUM_LAYERS}
     recipe = setup.recipe.model_copy(update={"model": model.model_copy(update={"options": options})})
     return initialize_model(make_model_builder(recipe, setup.data.facts), setup.recipe.seed)
 

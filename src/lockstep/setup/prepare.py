@@ -83,9 +83,9 @@ class PreparedConfig:
         Raises UsageError if the recipe contains a mistake or the placement doesn't support it.
         """
         with explain_errors(self.resolved.loaded):
-            ready = open_recipe(self.resolved.loaded, self.initial_weights, training=training)
-            check_partitioning(self.resolved, ready)
-        return PreparedRun(self.resolved, ready)
+            setup = open_recipe(self.resolved.loaded, self.initial_weights, training=training)
+            check_partitioning(self.resolved, setup)
+        return PreparedRun(self.resolved, setup)
 
 
 def check_config(loaded: LoadedConfig, processes: int | None = None, *, training: bool = True) -> ResolvedConfig:
@@ -102,10 +102,10 @@ def check_config(loaded: LoadedConfig, processes: int | None = None, *, training
 
 
 def prepare_config(loaded: LoadedConfig, processes: int | None = None, *, training: bool = True) -> PreparedConfig:
-    """Load the initial weights of a configuration, and resolve and check it like `check_config`."""
+    """Load the initial weights of a configuration, and check the configuration as `check_config` does."""
     with explain_errors(loaded):
-        loaded, first = load_initial_weights(loaded)
-    return PreparedConfig(check_config(loaded, processes, training=training), first)
+        loaded, initial_weights = load_initial_weights(loaded)
+    return PreparedConfig(check_config(loaded, processes, training=training), initial_weights)
 
 
 def prepare_run(loaded: LoadedConfig, processes: int | None = None, *, training: bool = True) -> PreparedRun:
@@ -118,10 +118,10 @@ def open_recipe(loaded: LoadedConfig, initial_weights: InitialWeights | None, *,
 
     The strategy and the number of processes aren't checked.
     """
-    ready = build_setup(loaded.config.recipe, initial_weights)
-    check_initial_weights(ready)
-    check_kernels(loaded.config.placement, ready, training=training)
-    return ready
+    setup = build_setup(loaded.config.recipe, initial_weights)
+    check_initial_weights(setup)
+    check_kernels(loaded.config.placement, setup, training=training)
+    return setup
 
 
 def open_recipe_without_placement(loaded: LoadedConfig) -> Setup:

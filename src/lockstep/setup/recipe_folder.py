@@ -23,7 +23,7 @@ _MAX_NAME_BYTES: Final = 200  # without the timestamp; file systems allow names 
 def claim_run_folder(loaded: LoadedConfig) -> Claim:
     """Lock the run folder of a configuration, and find the checkpoint from which the run starts, if any.
 
-    With `resume: auto`, a run in the folder is resumed. Raises UsageError if it has a different recipe.
+    With `resume: auto`, a run in the folder is resumed. Raises UsageError if that run has a different recipe.
     """
     run = loaded.config.run
     key = read_signing_key(run.key_file)
@@ -79,7 +79,7 @@ def _find_start(
         note = f"{folder}: the run in it saved no checkpoint; starting again"
         return None, [f"{note}{' with a different recipe:' if changed else ''}", *changed]
     check_recipe(folder, recipe, loaded.config.recipe)
-    # Also check the recipe of the checkpoint, because it may have been copied into this folder from a different run.
+    # Also check the recipe of the checkpoint, because the checkpoint may have been copied from a different run.
     check_recipe(newest.path, get_checkpoint_recipe(newest.path, newest.snapshot), loaded.config.recipe)
     return newest.path, make_checkpoint_warnings(newest)
 

@@ -69,7 +69,7 @@ def resolve_config(loaded: LoadedConfig, processes: int | None = None) -> Resolv
 
 
 def explain_process_count(loaded: LoadedConfig) -> str:
-    """Return a note if only one of several devices is used, because the default is one micro-batch per step.
+    """Return a note if only one of several devices is used because a step has only one micro-batch by default.
 
     Otherwise, return an empty string.
     """
@@ -79,21 +79,21 @@ def explain_process_count(loaded: LoadedConfig) -> str:
         return ""
     gpus = 0 if placement.device == "cpu" else torch.cuda.device_count()
     devices = gpus or count_usable_cores() // recipe.threads
-    most = min(devices, recipe.batch)
-    if most < 2:
+    max_processes = min(devices, recipe.batch)
+    if max_processes < 2:
         return ""
     available = f"{gpus} GPUs" if gpus else f"{count_usable_cores()} CPU cores"
     return (
-        f"note: 1 process for {available}, because a step of {recipe.batch} samples is 1 micro-batch; to use {most} "
-        f"processes, set recipe.microbatches={most}, which changes the bits"
+        f"note: 1 process for {available}, because a step of {recipe.batch} samples is 1 micro-batch; to use "
+        f"{max_processes} processes, set recipe.microbatches={max_processes}, which changes the bits"
     )
 
 
 def count_local_processes(config: Config) -> int:
     """Return the number of processes that a configuration requests on this machine.
 
-    With `processes: auto`, this is the number of GPUs or the number that the cores support, but at most the number of
-    micro-batches. Raises UsageError if there are more processes than GPUs, unless the backend is gloo.
+    With `processes: auto`, this is the number of GPUs or, without GPUs, as many as the cores support, but at most the
+    number of micro-batches. Raises UsageError if there are more processes than GPUs, unless the backend is gloo.
     """
     placement = config.placement
     gpus = 0 if placement.device == "cpu" else torch.cuda.device_count()

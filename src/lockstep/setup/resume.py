@@ -116,12 +116,12 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[s
     """Raise UsageError if the names or shapes of a checkpoint's tensors don't match a model."""
     # Ignore the dtypes, because averaged weights may have a wider dtype.
     dtypes = {name: tensors.get(name, tensor).dtype for name, tensor in expected.items()}
-    forms = {name: TensorSpec(tuple(tensor.shape), dtypes[name]) for name, tensor in expected.items()}
-    _raise_on_problems(path, list(_find_spec_problems("model", _get_tensor_specs(tensors), forms)))
+    specs = {name: TensorSpec(tuple(tensor.shape), dtypes[name]) for name, tensor in expected.items()}
+    _raise_on_problems(path, list(_find_spec_problems("model", _get_tensor_specs(tensors), specs)))
 
 
 def list_feedback_warnings(snapshot: Snapshot, current: State) -> list[str]:
-    """Return a list with a warning if this placement discards the error feedback of a checkpoint, or an empty list."""
+    """Return a list that contains a warning if this placement discards the error feedback of a checkpoint."""
     if snapshot.feedback is None or current.feedback is not None:
         return []
     return [
@@ -132,23 +132,28 @@ def list_feedback_warnings(snapshot: Snapshot, current: State) -> list[str]:
 
 def check_initial_weights(setup: Setup) -> None:
     """Raise UsageError if the dataset or the optimizer doesn't match the checkpoint with the initial weights."""
-    first = setup.initial_weights
-    if first is None or first.checkpoint is None or first.saved_state is None:
+    initial_weights = setup.initial_weights
+    if initial_weights is None or initial_weights.checkpoint is None or initial_weights.saved_state is None:
         return
-    check_dataset_info(setup.data.facts, first.output_info, first.checkpoint.path)
-    if first.uses_optimizer_state:
-        tensors, saved_optimizer = first.checkpoint.snapshot.optimizer, first.saved_state.engine.optimizer
+    check_dataset_info(setup.data.facts, initial_weights.output_info, initial_weights.checkpoint.path)
+    if initial_weights.uses_optimizer_state:
+        tensors, saved_optimizer = (
+            initial_weights.checkpoint.snapshot.optimizer,
+            initial_weights.saved_state.engine.optimizer,
+        )
         problems = list(
             _find_optimizer_spec_problems(tensors, saved_optimizer, *_make_optimizer_state(setup, num_steps=1))
         )
         if problems:
-            remedy = "set run.start_from.optimizer=false to load only its weights"
-            text = f"run.start_from: {first.checkpoint.path}: its optimizer does not match this recipe; {remedy}:"
+            text = (
+                f"run.start_from: {initial_weights.checkpoint.path}: its optimizer does not match this recipe; set "
+                f"run.start_from.optimizer=false to load only its weights:"
+            )
             raise UsageError("\n".join([text, *problems[:_MAX_PROBLEMS]]))
 
 
 def check_start(setup: Setup) -> None:
-    """Raise UsageError if a run can't start, because its initial weights are missing or its dataset is ambiguous."""
+    """Raise UsageError if a run can't start because its initial weights are missing or its dataset is ambiguous."""
     recipe = setup.recipe
     if setup.data.question:
         raise UsageError(setup.data.question)
@@ -165,11 +170,11 @@ def make_continuation_state(setup: Setup, current: State) -> State:
     `current` is the initial engine state of the new run. Counters in the optimizer's parameter groups are copied from
     the previous run. Settings such as the learning rate and the weight decay come from the recipe of the new run.
     """
-    first = setup.initial_weights
-    assert first is not None
-    assert first.checkpoint is not None
-    assert first.saved_state is not None
-    snapshot, state = first.checkpoint.snapshot, first.saved_state
+    initial_weights = setup.initial_weights
+    assert initial_weights is not None
+    assert initial_weights.checkpoint is not None
+    assert initial_weights.saved_state is not None
+    snapshot, state = initial_weights.checkpoint.snapshot, initial_weights.saved_state
     optimizer = state.engine.optimizer
     _, state_before_step = _make_optimizer_state(setup, num_steps=0)
     _, state_after_step = _make_optimizer_state(setup, num_steps=1)
@@ -224,11 +229,11 @@ def _find_spec_problems(
             yield f"{label}: {name} is {actual[name]}, but {expected[name]} in this run"
 
 
-def _find_averaging_problems(snapshot: Snapshot, ready: Setup) -> Iterator[str]:
-    if (snapshot.ema is None) != (ready.recipe.ema is None):
+def _find_averaging_problems(snapshot: Snapshot, setup: Setup) -> Iterator[str]:
+    if (snapshot.ema is None) != (setup.recipe.ema is None):
         yield f"averaged weights: {'missing' if snapshot.ema is None else 'not part of this run'}"
     elif snapshot.ema is not None:
-        averages = {name: form.get_average_spec() for name, form in ready.summary.tensors.items()}
+        averages = {name: spec.get_average_spec() for name, spec in setup.summary.tensors.items()}
         yield from _find_spec_problems("averaged weights", _get_tensor_specs(snapshot.ema), averages)
 
 
@@ -237,11 +242,11 @@ def _find_feedback_problems(tensors: Mapping[str, Any], setup: Setup) -> Iterato
     for name, tensor in tensors.items():
         owner, _, slot = name.rpartition("/")
         shape = tuple(get_local_tensor(tensor).shape)
-        form = setup.summary.trained_parameters.get(owner)
-        if form is None or slot not in ("error", "factor"):
+        spec = setup.summary.trained_parameters.get(owner)
+        if spec is None or slot not in ("error", "factor"):
             yield f"feedback: {name} is not part of this run"
-        elif slot == "error" and math.prod(shape[1:]) != math.prod(form.shape):
-            yield f"feedback: {name} has shape {shape}, but {owner} has shape {form.shape} in this run"
+        elif slot == "error" and math.prod(shape[1:]) != math.prod(spec.shape):
+            yield f"feedback: {name} has shape {shape}, but {owner} has shape {spec.shape} in this run"
 
 
 def _find_optimizer_problems(
@@ -257,7 +262,7 @@ def _find_optimizer_problems(
     yield from _find_optimizer_spec_problems(tensors, optimizer, expected, after)
     if len(optimizer.groups) != len(after["groups"]):
         return
-    # A number in a parameter group that an update doesn't change comes from the recipe, so it must be equal. A number
+    # A number in a parameter group that an update doesn't change comes from the recipe, so it must match. A number
     # may be missing, because the checkpoint may have been written by a version of torch that didn't have it.
     for index, (group, first, last) in enumerate(zip(optimizer.groups, before["groups"], after["groups"], strict=True)):
         label = f"optimizer: group {index}"
@@ -366,8 +371,8 @@ def _make_optimizer_state(setup: Setup, num_steps: int) -> tuple[dict[str, Tenso
 
 def _make_optimizer_state_on(setup: Setup, num_steps: int, device: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     trained = [
-        (name, Parameter(torch.ones(form.shape, dtype=form.dtype, device=device)))
-        for name, form in setup.summary.trained_parameters.items()
+        (name, Parameter(torch.ones(spec.shape, dtype=spec.dtype, device=device)))
+        for name, spec in setup.summary.trained_parameters.items()
     ]
     optimizer = setup.make_optimizer(trained, compute_full_norms)
     store_lr_ratios(optimizer)

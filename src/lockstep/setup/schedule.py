@@ -21,7 +21,7 @@ def find_rate(recipe: Recipe, steps: Steps) -> RateSchedule:
     """Return the learning rate as a function of the number of samples seen.
 
     A custom schedule is a function `(epoch, epochs, **options) -> factor`. The base learning rate is multiplied by the
-    factor. If the function raises an error or returns an invalid factor, `Rate.compute_rate` raises UsageError.
+    factor. If the function raises an error or returns an invalid factor, `RateSchedule.compute_rate` raises UsageError.
     """
     name = recipe.schedule.name
     return planning.make_rate(recipe, steps, _make_custom_curve(recipe) if ":" in name else None)

@@ -31,9 +31,9 @@ def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
             "placement.strategy: fastest is only supported by lockstep train, on ranks that it starts itself; set the "
             "name of a strategy, such as the one that lockstep plan --write sets in a recipe"
         )
-    kind = _import_strategy(name) if ":" in name else import_module(f"lockstep.strategies.{name}").Strategy
+    strategy_class = _import_strategy(name) if ":" in name else import_module(f"lockstep.strategies.{name}").Strategy
     options = dict(placement.strategy.model_extra or {})
-    option_names = [field.name for field in fields(kind)]
+    option_names = [field.name for field in fields(strategy_class)]
     for key in options:
         if key not in option_names:
             raise UsageError(
@@ -42,7 +42,7 @@ def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
     with _mark_strategy_code(name):
         if "recompute" in option_names:
             options.setdefault("recompute", placement.recompute != "none")
-        strategy = _build_strategy(kind, options)
+        strategy = _build_strategy(strategy_class, options)
         traits = strategy.traits
         if not isinstance(traits, Traits):
             raise UsageError(f"strategy {name}: traits returned {type(traits).__name__}; return Traits ({_DOCS_HINT})")
@@ -81,16 +81,20 @@ def check_strategy(name: str, strategy: Strategy, processes: int, microbatches: 
 
 def _import_strategy(path: str) -> type[Any]:
     """Import a custom strategy class. Raises UsageError if it isn't a dataclass or lacks a required member."""
-    kind = import_object(path, "strategy")
-    if not isinstance(kind, type) or not is_dataclass(kind):
-        problem = "is a class, but not a dataclass" if isinstance(kind, type) else f"has type {type(kind).__name__}"
+    strategy_class = import_object(path, "strategy")
+    if not isinstance(strategy_class, type) or not is_dataclass(strategy_class):
+        problem = (
+            "is a class, but not a dataclass"
+            if isinstance(strategy_class, type)
+            else f"has type {type(strategy_class).__name__}"
+        )
         raise UsageError(f"strategy {path}: {problem}; name a frozen dataclass ({_DOCS_HINT})")
     required = [name for name in vars(Strategy) if not name.startswith("_")]
-    members = dir(kind)
+    members = dir(strategy_class)
     missing = [name for name in required if name not in members]
     if missing:
         raise UsageError(f"strategy {path}: has no {', '.join(missing)}; add the missing members ({_DOCS_HINT})")
-    return cast(type[Any], kind)
+    return cast(type[Any], strategy_class)
 
 
 def _build_strategy(strategy_class: type[Any], options: Mapping[str, Any]) -> Strategy:

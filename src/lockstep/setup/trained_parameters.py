@@ -1,4 +1,4 @@
-"""Describes how many parameters a run trains, and the weights that it starts from."""
+"""Describes how many parameters a run trains, and which weights it starts from."""
 
 import math
 
@@ -7,14 +7,16 @@ from lockstep.setup.build import Setup
 
 
 def describe_fine_tuning(setup: Setup) -> str:
-    """Return a line with the number of trained parameters and the source of the first weights.
+    """Return a line with the number of trained parameters and the source of the initial weights.
 
     Returns "" if the run trains from scratch. Frozen reference models, as in DPO, aren't counted.
     """
     recipe, summary = setup.recipe, setup.summary
-    trained = sum(math.prod(form.shape) for form in summary.trained_parameters.values())
-    copied = (form for name, form in summary.tensors.items() if name.startswith(PREFIX) and name not in summary.buffers)
-    total = summary.num_parameters - sum(math.prod(form.shape) for form in copied)
+    trained = sum(math.prod(spec.shape) for spec in summary.trained_parameters.values())
+    reference_specs = (
+        spec for name, spec in summary.tensors.items() if name.startswith(PREFIX) and name not in summary.buffers
+    )
+    total = summary.num_parameters - sum(math.prod(spec.shape) for spec in reference_specs)
     if setup.initial_weights is not None:
         source = f"the weights of {setup.initial_weights.label}"
     elif recipe.model.weights is not None or recipe.start is not None:

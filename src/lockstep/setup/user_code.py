@@ -73,7 +73,7 @@ def get_user_modules(paths: Iterable[str]) -> dict[str, ModuleType]:
 def find_source_line(target: object) -> str:
     """Return the file and the first line of a function or a class, such as `net.py:12`.
 
-    For any other object, returns those of its class. Returns "" if the line is unknown or in a library.
+    For any other object, the line of its class is returned. Returns "" if the line is unknown or in a library.
     """
     unwrapped = inspect.unwrap(target) if callable(target) else target
     if not (inspect.isclass(unwrapped) or inspect.isroutine(unwrapped)):

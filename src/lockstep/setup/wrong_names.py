@@ -39,7 +39,7 @@ def explain_errors(loaded: LoadedConfig) -> Iterator[None]:
 def find_wrong_names(recipe: Recipe) -> Iterator[str]:
     """Yield an error message for each name of a dataset, model, optimizer, loss or task that doesn't exist.
 
-    To check an import path, its module is imported.
+    Import paths are checked by importing their modules.
     """
     model, loss = recipe.model, recipe.loss.name
     checks: list[Callable[[], object]] = [

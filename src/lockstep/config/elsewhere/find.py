@@ -60,14 +60,14 @@ class ImportedConfig:
 def import_file(file: str, arguments: Sequence[str], num_gpus: int) -> ImportedConfig:
     """Translate a configuration file of a different framework.
 
-    - `arguments`: The command-line arguments: pairs KEY VALUE of the framework, and Lockstep overrides `a.b=value`.
+    - `arguments`: The command-line arguments: KEY VALUE pairs of the framework, and Lockstep overrides `a.b=value`.
     - `num_gpus`: The number of GPUs that the file was written for. Only used if the file sets the batch size per GPU.
 
     Raises UsageError if the framework is unknown or a value has no counterpart. Raises ConfigError if the file can't be
     read, or if it has unknown keys or values of a wrong type.
     """
     overrides = [word for word in arguments if word.startswith(_LOCKSTEP_PREFIXES) and "=" in word]
-    file_values, places = _read_keys(read_document(file), [word for word in arguments if word not in overrides])
+    file_values, positions = _read_keys(read_document(file), [word for word in arguments if word not in overrides])
     tables = [(read_key_table(name), translate) for name, translate in _FRAMEWORKS.items()]
     table, translate = next((entry for entry in tables if entry[0].matches(file_values)), (None, None))
     if table is None or translate is None:
@@ -81,10 +81,10 @@ def import_file(file: str, arguments: Sequence[str], num_gpus: int) -> ImportedC
             f"{file}: its keys do not match Distribuuuu or pycls; pass a Lockstep recipe without --cfg: "
             f"lockstep train {file}"
         )
-    file_values, places = (
-        {table.renamed.get(key, key): entry for key, entry in mapping.items()} for mapping in (file_values, places)
+    file_values, positions = (
+        {table.renamed.get(key, key): entry for key, entry in mapping.items()} for mapping in (file_values, positions)
     )
-    _check_keys(table, file_values, places)
+    _check_keys(table, file_values, positions)
     keys = Translation(table, file_values, num_gpus)
     keys.copy_mapped_keys()
     translate(keys, any(word.startswith("recipe.model") for word in overrides))
@@ -92,23 +92,23 @@ def import_file(file: str, arguments: Sequence[str], num_gpus: int) -> ImportedC
 
 
 def _read_keys(document: Document, arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, SourcePosition]]:
-    """Return values and positions by dotted key, from a configuration file and from pairs KEY VALUE in `arguments`.
+    """Return values and positions by dotted key, from a configuration file and the KEY VALUE pairs in `arguments`.
 
     If a key is set several times, the last pair takes precedence, as in yacs.
     """
     if len(arguments) % 2:
-        raise UsageError(f"{arguments[-1]}: a key without a value; pass pairs of KEY VALUE, such as OPTIM.BASE_LR 0.1")
+        raise UsageError(f"{arguments[-1]}: a key without a value; pass KEY VALUE pairs, such as OPTIM.BASE_LR 0.1")
     if document.problems:
         raise ConfigError([str(problem) for problem in document.problems])
     leaves = list(write.iterate_leaves(document.values))
     values = {format_key(path): value for path, value in leaves}
-    places = {format_key(path): find_position(document.positions, path) for path, _ in leaves}
+    positions = {format_key(path): find_position(document.positions, path) for path, _ in leaves}
     for key, text in zip(arguments[::2], arguments[1::2], strict=True):
         value = parse(text, "override")
         if value.problems:
             raise ConfigError([f"{problem.position} {key}: {problem.text}" for problem in value.problems])
-        values[key], places[key] = None if text in _NULL_TEXTS else value.values, OVERRIDE
-    return values, places
+        values[key], positions[key] = None if text in _NULL_TEXTS else value.values, OVERRIDE
+    return values, positions
 
 
 def _check_keys(table: KeyTable, file_values: Mapping[str, Any], positions: Mapping[str, SourcePosition]) -> None:
@@ -128,11 +128,11 @@ def _check_keys(table: KeyTable, file_values: Mapping[str, Any], positions: Mapp
 
 def _apply_overrides(translated: TranslatedConfig, overrides: Sequence[str]) -> TranslatedConfig:
     """Apply Lockstep overrides to a translated configuration."""
-    places = {
+    positions = {
         path: SourcePosition(translated.origins[format_key(path)])
         for path, _ in write.iterate_leaves(translated.values)
     }
-    before = Document(translated.values, {(): SourcePosition(""), **places}, [])
+    before = Document(translated.values, {(): SourcePosition(""), **positions}, [])
     document = apply_overrides(before, overrides)
     if document.problems:
         raise ConfigError([str(problem) for problem in document.problems])

@@ -6,7 +6,7 @@ from lockstep.config.elsewhere.pycls_networks import find_network
 from lockstep.config.elsewhere.translation import Translation
 from lockstep.errors import UsageError
 
-_MAX_EPOCHS: Final = 10_000  # maximum number of epochs for policy `exp`, which has a milestone after each epoch
+_MAX_EPOCHS: Final = 10_000  # maximum number of epochs for policy `exp`, which becomes a milestone per epoch
 _CURVES: Final = {"cos": "cosine", "lin": "linear"}
 _TORCHVISION_PREFIXES: Final = (
     "resnet",
@@ -142,7 +142,7 @@ def _translate_weight_decays(keys: Translation) -> None:
 
 
 def _translate_schedule(keys: Translation) -> None:
-    """Translate the epochs and the learning rate schedule, which only changes the rate between epochs."""
+    """Translate the learning rate schedule, which only changes the rate between epochs, and how a run resumes."""
     keys.set("recipe.last_batch", "drop", "its loader")
     if not keys["TRAIN.AUTO_RESUME"]:
         keys.set("run.resume", "never", "TRAIN.AUTO_RESUME")

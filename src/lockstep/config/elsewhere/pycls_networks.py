@@ -1,11 +1,11 @@
-"""Finds the network in torchvision or timm with the same dimensions as a pycls network."""
+"""Finds the network in torchvision or timm that has the same dimensions as a pycls network."""
 
 from typing import Final
 
 from lockstep.config.elsewhere.translation import Translation
 from lockstep.errors import UsageError
 
-_DEPTHS: Final = {(3, 4, 6, 3): 50, (3, 4, 23, 3): 101, (3, 8, 36, 3): 152}
+_DEPTH_BY_NUM_BLOCKS: Final = {(3, 4, 6, 3): 50, (3, 4, 23, 3): 101, (3, 8, 36, 3): 152}
 # Bottleneck ratios and group widths of ResNets, which have one group.
 _RESNET_SHAPE: Final = [0.25] * 4, [64, 128, 256, 512]
 # Bottleneck ratios and group widths of ResNeXts, which have 32 groups.
@@ -43,7 +43,7 @@ def find_network(keys: Translation) -> tuple[str, str]:
                 "the stride of a bottleneck is on its 3x3 convolution in Lockstep, and on its first 1x1 in pycls"
             )
     elif kind == "anynet" and keys["ANYNET.STEM_TYPE"] == "res_stem_in" and not keys["ANYNET.SE_ON"]:
-        depth = _DEPTHS.get(tuple(keys["ANYNET.DEPTHS"]), 0)
+        depth = _DEPTH_BY_NUM_BLOCKS.get(tuple(keys["ANYNET.DEPTHS"]), 0)
         shape = (keys["ANYNET.BOT_MULS"], keys["ANYNET.GROUP_WS"])
         names = {str(_RESNET_SHAPE): f"resnet{depth}", str(_RESNEXT_SHAPE): f"resnext{depth}_32x4d"}
         if keys["ANYNET.WIDTHS"] == [256, 512, 1024, 2048]:

@@ -60,7 +60,7 @@ class TranslatedConfig:
 
     - `values`: The sections recipe, placement and run.
     - `origins`: Maps dotted Lockstep keys to the origin of their value, such as a key of the framework.
-    - `unmapped`: Maps keys in the file that have no counterpart to the reason.
+    - `unmapped`: Maps each key in the file that has no counterpart to the reason why.
     - `notes`: Additional differences between the framework and Lockstep.
     """
 
@@ -75,7 +75,7 @@ class TranslatedConfig:
         return "\n".join([*lines, *(line for remark in self.remarks() for line in _wrap_comment(remark))]) + "\n"
 
     def remarks(self) -> Iterator[str]:
-        """Yield lines that list the keys without a counterpart by reason, followed by the notes."""
+        """Yield a line for each reason with the keys that have no counterpart, and then the notes."""
         for reason in dict.fromkeys(self.unmapped.values()):
             keys = [key for key, key_reason in self.unmapped.items() if key_reason == reason]
             yield f"not mapped: {', '.join(keys)}: {reason}"
@@ -163,7 +163,7 @@ class Translation:
     def skip(self, reason: str, *keys: str) -> None:
         """Record why keys of the other framework, or key patterns, have no corresponding Lockstep key.
 
-        The first reason for a key is kept. `finish` ignores it if a Lockstep value was derived from the key after all.
+        The first reason for a key is kept, but `finish` drops it if a Lockstep value was derived from the key.
         """
         for key in {**self._table.defaults, **self._file_values}:
             if any(fnmatchcase(key, pattern) for pattern in keys):
@@ -187,7 +187,7 @@ class Translation:
                 self.set(path, value, key)
 
     def finish(self) -> TranslatedConfig:
-        """Return the translated configuration. Reasons for keys without a counterpart are added from the table."""
+        """Return the translated configuration. The key table supplies further reasons for unmapped keys."""
         for reason, keys in self._table.unmapped.items():
             self.skip(reason, *keys)
         unused = [key for key in {**self._table.defaults, **self._file_values} if key not in self._handled_keys]
