@@ -110,7 +110,7 @@ class Heartbeat:
                 )
 
     def find_cause(self) -> Failure | None:
-        """Return the failure that caused a collective to fail, or None if no cause is found within a few heartbeats."""
+        """Return the failure that caused a collective to fail, or None if none is found within a few heartbeats."""
         extra_beats = 2 if self._rendezvous.info.rank == 0 else 4  # other ranks usually learn of a failure from rank 0
         if self._rendezvous.info.size > 1 + _NUM_CHILDREN:  # the lost rank may be one that this rank doesn't watch
             peers = [peer for peer in range(self._rendezvous.info.size) if peer != self._rendezvous.info.rank]
@@ -184,7 +184,11 @@ class Heartbeat:
                 self._rendezvous.end(self._make_loss_failure(lost_ranks))
 
     def _find_lost_ranks(self, num_polls: int) -> list[int]:
-        """Return the silent ranks whose process no longer exists, or is in an unknown state after `num_polls` polls."""
+        """Return the silent ranks that are lost.
+
+        A silent rank is lost if its process no longer exists, or if its process is in an unknown state and hasn't sent
+        a heartbeat for `num_polls` polls.
+        """
         silent = [rank for rank, missed in self._polls_since_beat.items() if missed >= self._silent_polls]
         states = {rank: process_state.get_state(self._get_last_beat(rank).process) for rank in silent}
         overdue = {rank for rank in silent if self._polls_since_beat[rank] >= num_polls}
