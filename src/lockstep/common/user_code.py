@@ -201,7 +201,7 @@ def _iterate_frames(trace: TracebackType | None) -> Iterator[tuple[str, int]]:
 def _format_message(error: BaseException) -> str:
     """Format the type and message of an exception. Handles any content, and messages that fail to format."""
     try:
-        # Avoids repeating the location.
+        # The text of a SyntaxError contains the location, but its `msg` doesn't.
         message_source = error.msg if isinstance(error, SyntaxError) and find_source_line(error) else error
         name, message = type(error).__name__, str.__str__(str(message_source))
     except Exception as format_error:

@@ -34,7 +34,7 @@ FORWARD_CULPRITS: Final = (
     *(ATTRIBUTES, SPECTRAL_NORM, BUFFERS, CUSTOM_BATCHNORM, WEIGHTS, HIDDEN_STATE),
 )
 _CLOCKS: Final = (CLOCK, SYSTEM, PROCESS, HOST)
-# Much larger than the rounding error of a sum of losses, and much smaller than its distance from a mean.
+# Much larger than the rounding error of a sum of losses, and much smaller than the difference between sum and mean.
 _RELATIVE_TOLERANCE: Final = 1e-3
 
 
@@ -212,7 +212,7 @@ def _make_state_findings(result: ProbeResult) -> Iterator[CodeFinding]:
     depends_on_previous = bool(result.differs_without_previous)
     if result.generators:
         # A cached function draws random numbers only in its first call, which wasn't recorded. Name the cache instead.
-        caches = [name for name, how in result.variables.items() if how.startswith(CACHE)]
+        caches = [name for name, change in result.variables.items() if change.startswith(CACHE)]
         generator_lines = [(name, result.reads.get(name)) for name in result.generators]
         generators = [
             f"{name} random generator{f' ({location})' if location else result.location_of(*caches)}"
