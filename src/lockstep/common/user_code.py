@@ -53,8 +53,8 @@ class UserCode:
     ) -> None:
         if error is None or isinstance(error, LockstepError | KeyboardInterrupt):
             return
-        inside = trace.tb_next if trace else None  # skip the frame that entered this context manager
-        if self._shared and _find_origin(inside) == "ours":
+        inner_trace = trace.tb_next if trace else None  # skip the frame that entered this context manager
+        if self._shared and _find_origin(inner_trace) == "ours":
             return
         raise UserCodeError(f"{self._label}: {describe_error(error)}") from error
 

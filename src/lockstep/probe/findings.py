@@ -248,8 +248,8 @@ def _make_state_findings(result: ProbeResult) -> Iterator[CodeFinding]:
             f"checkpoints do not contain them; make the result a function of the inputs"
         )
         yield CodeFinding(GLOBALS, changes_globals, text, tuple(result.variables))
-    state = result.attributes or result.accumulating_buffers or result.changed_weights or changes_globals
-    explained = result.differs_on_repeat or result.generators or state
+    changed_state = result.attributes or result.accumulating_buffers or result.changed_weights or changes_globals
+    explained = result.differs_on_repeat or result.generators or changed_state
     if depends_on_previous and not explained:
         text = (
             f"the model{result.location_of('model')} or the loss keeps state that is neither a tensor nor an "
@@ -340,8 +340,8 @@ def _make_loss_findings(result: ProbeResult) -> Iterator[CodeFinding]:
     samples, joint_loss, summed_loss = result.loss
     if _is_close(joint_loss, summed_loss):
         return
-    sums = f"{samples} samples together give {joint_loss:.6g}, one by one they add up to {summed_loss:.6g}"
-    measured = f"loss{result.location_of('loss')}: {sums}"
+    comparison = f"{samples} samples together give {joint_loss:.6g}, one by one they add up to {summed_loss:.6g}"
+    measured = f"loss{result.location_of('loss')}: {comparison}"
     if _is_close(joint_loss * samples, summed_loss):
         text = (
             f"{measured}: this is already a mean, and is divided by the number of samples again; return the sum "

@@ -173,13 +173,13 @@ def _describe_changes(before: Mapping[str, str], after: Mapping[str, str]) -> di
 def _iterate_custom_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each attribute that user code has set on a module, without torch's own attributes."""
     # `forward` is included because Lockstep and other libraries wrap it on the instance.
-    registries = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "forward"}
+    torch_attributes = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "forward"}
     # The hook of spectral_norm recomputes the weight from parameters and buffers before each forward pass.
     computed = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
     for name, value in vars(module).items():
         # Internal attributes of torch, such as hook dicts and the state of fully_shard.
         is_internal = name.startswith("__") or name.endswith("_hooks") or "_hooks_" in name
-        if name not in {*registries, *computed} and not is_internal and not _holds_parameters(value):
+        if name not in {*torch_attributes, *computed} and not is_internal and not _holds_parameters(value):
             yield name, value
 
 

@@ -239,7 +239,7 @@ def find_late_ranks(answers: Mapping[int, tuple[str, ThreadState]], size: int) -
 
 
 def _get_role(state: ThreadState, max_step: int) -> _Role:
-    """Return the role of a rank in a stall. `max_step` is the highest number of completed steps of any rank."""
+    """Return the role of a rank in a stall. `max_step` is the most steps that any rank has completed."""
     if state.waits is None:
         return "is behind" if state.status.step < max_step else "computes or waits"
     return "waits" if state.waits else "is late"

@@ -113,7 +113,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class LastStart:
-    """The state of a run folder after the previous start of the run: result.json, and the size of events.jsonl."""
+    """What the previous start of a run left in the run folder: result.json, and the size of events.jsonl."""
 
     result: bytes | None
     num_event_bytes: int

@@ -163,18 +163,18 @@ class Mirror:
             durable.replace(storage_folder / _SYNCED, json.dumps(record).encode())
 
     def _sync_events(self, storage: Storage, record: _Record, merge: bool) -> None:
-        """Upload the events since the last call. `record` has the size of the uploaded log, and the number of parts."""
+        """Upload the events since the last call. `record` has the size of the uploaded log and its number of parts."""
         path = self.folder / EVENTS
-        size, parts = int(record.get("events", 0)), int(record.get("parts", 0))
+        uploaded_bytes, parts = int(record.get("events", 0)), int(record.get("parts", 0))
         try:
             with plainfile.open_reader(path) as file:
                 length = os.fstat(file.fileno()).st_size
-                file.seek(min(size, length))
+                file.seek(min(uploaded_bytes, length))
                 new_events = file.read()
         except FileNotFoundError:
             return
         new_events = new_events[: new_events.rfind(b"\n") + 1]
-        if length < size or ((merge or parts >= _MAX_PARTS) and (parts or new_events)):
+        if length < uploaded_bytes or ((merge or parts >= _MAX_PARTS) and (parts or new_events)):
             log = path.read_bytes()
             log = log[: log.rfind(b"\n") + 1]
             storage.write(EVENTS, log)
@@ -182,8 +182,8 @@ class Mirror:
                 storage.remove(name)
             record["events"], record["parts"] = len(log), 0
         elif new_events:
-            storage.write(f"{PARTS}/{size:016d}.jsonl", new_events)
-            record["events"], record["parts"] = size + len(new_events), parts + 1
+            storage.write(f"{PARTS}/{uploaded_bytes:016d}.jsonl", new_events)
+            record["events"], record["parts"] = uploaded_bytes + len(new_events), parts + 1
 
     def _push_checkpoint_files(self, storage: Storage, path: Path) -> None:
         object_sizes = storage.list_objects(store.FOLDER)
@@ -580,7 +580,7 @@ def _get_size_and_mtime(path: Path) -> list[int]:
 
 
 def _split_checkpoint(url: str) -> tuple[str, str]:
-    """Return the URL of the run and the name of the checkpoint, or an empty name for the URL of a run."""
+    """Split the URL of a checkpoint into the URL of its run and its name. For the URL of a run, the name is empty."""
     run, separator, name = url.rstrip("/").rpartition(f"/{store.FOLDER}")
     return (run, name.strip("/")) if separator and (not name or name.startswith("/")) else (url.rstrip("/"), "")
 
