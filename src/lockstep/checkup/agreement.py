@@ -39,11 +39,11 @@ def compare_ranks(rank_infos: Sequence[Mapping[str, Any]], hosts: Sequence[str])
 def _compare_section(
     rank_infos: Sequence[Mapping[str, Any]], hosts: Sequence[str], section: str, get_level: Callable[[str], Level]
 ) -> Iterator[Finding]:
-    sections = [rank_facts.get(section, {}) for rank_facts in rank_infos]
+    sections = [rank_info.get(section, {}) for rank_info in rank_infos]
     for name in dict.fromkeys(
-        name for section_facts in sections for name in section_facts if name not in _PER_RANK_VARIABLES
+        name for section_values in sections for name in section_values if name not in _PER_RANK_VARIABLES
     ):
-        differing_values = describe_values([section_facts.get(name) for section_facts in sections], hosts)
+        differing_values = describe_values([section_values.get(name) for section_values in sections], hosts)
         if differing_values:
             level = get_level(name)
             leads_to = _REJECTED if level == "problem" else _MAY_DIFFER
@@ -53,7 +53,7 @@ def _compare_section(
 
 def _compare_devices(rank_infos: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
     device_names = [
-        ", ".join(sorted(set(rank_facts.get("cards", {}).get("devices", [])))) or "the CPU" for rank_facts in rank_infos
+        ", ".join(sorted(set(rank_info.get("cards", {}).get("devices", [])))) or "the CPU" for rank_info in rank_infos
     ]
     if differing_values := describe_values(device_names, hosts):
         leads_to = "the same bits are only promised on one kind of device, and lockstep train rejects ranks on several"

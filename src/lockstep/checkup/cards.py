@@ -164,7 +164,7 @@ def _find_card_faults(card_index: int, card: NvmlDevice) -> Iterator[Finding]:
         text = f"{card.uncorrected_ever} uncorrected memory errors over its lifetime, none since the last start"
         yield make_warning(text, corrupted, "test it if there are new errors")
     for defect in card.repair:
-        yield make_warning(defect, "it has found bad memory", "reset the GPU, and replace it if this doesn't help")
+        yield make_warning(defect, "it has found bad memory", "reset the GPU, and replace it if this does not help")
     if card.mode == "Prohibited":
         yield make_warning("compute mode Prohibited", "no program can compute on it", _DEFAULT_MODE)
     if card.users:

@@ -94,7 +94,7 @@ RANK_CHECKS: Final[tuple[tuple[str, Check], ...]] = (
     ("timed_out", report_timeouts),
     ("versions", report_versions),
     ("cards", check_devices),
-    ("variables", lambda facts, _: make_variable_findings(facts["variables"])),
+    ("variables", lambda rank_info, _: make_variable_findings(rank_info["variables"])),
 )
 HOST_CHECKS: Final[tuple[tuple[str, Check], ...]] = (
     ("network", check_host_name),

@@ -108,26 +108,28 @@ def make_interface_findings(rank_infos: Sequence[Mapping[str, Any]], hosts: Sequ
     """Yield a finding about ranks whose gloo interface is slower than the fastest interface of their host."""
     slower: dict[tuple[str, str, int, int], list[int]] = {}
     ranks_by_interface: dict[str, list[int]] = {}
-    for rank, rank_facts in enumerate(rank_infos if len(set(hosts)) > 1 else ()):
+    for rank, rank_info in enumerate(rank_infos if len(set(hosts)) > 1 else ()):
         interfaces, interface = (
-            rank_facts.get("network", {}).get("interfaces", {}),
-            rank_facts.get("network", {}).get("gloo"),
+            rank_info.get("network", {}).get("interfaces", {}),
+            rank_info.get("network", {}).get("gloo"),
         )
         if interface not in interfaces or all(
             map(is_loopback, interfaces[interface]["addresses"])
         ):  # reported by `make_connection_findings`
             continue
         ranks_by_interface.setdefault(interface, []).append(rank)
-        best = max(interfaces, key=lambda name: int(interfaces[name]["mbit_s"]))
-        speed, best_speed = interfaces[interface]["mbit_s"], interfaces[best]["mbit_s"]
-        if 0 < speed < best_speed:
-            slower.setdefault((interface, best, speed, best_speed), []).append(rank)
-    for (interface, best, speed, best_speed), ranks in slower.items():
+        fastest = max(interfaces, key=lambda name: int(interfaces[name]["mbit_s"]))
+        speed, fastest_speed = interfaces[interface]["mbit_s"], interfaces[fastest]["mbit_s"]
+        if 0 < speed < fastest_speed:
+            slower.setdefault((interface, fastest, speed, fastest_speed), []).append(rank)
+    for (interface, fastest, speed, fastest_speed), ranks in slower.items():
         text = (
-            f"{format_ranks(ranks, hosts)}: {interface} with {speed / 1e3:g} Gbit/s, although {best} has "
-            f"{best_speed / 1e3:g}"
+            f"{format_ranks(ranks, hosts)}: {interface} with {speed / 1e3:g} Gbit/s, although {fastest} has "
+            f"{fastest_speed / 1e3:g}"
         )
-        remedy = f"export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}, if {best} reaches the other hosts"
+        remedy = (
+            f"export GLOO_SOCKET_IFNAME={fastest} NCCL_SOCKET_IFNAME={fastest}, if {fastest} reaches the other hosts"
+        )
         yield Finding("interface", "warning", text, "communication between hosts uses the slower network", remedy)
     if ranks_by_interface and not slower:
         text = "; ".join(
@@ -139,7 +141,7 @@ def make_interface_findings(rank_infos: Sequence[Mapping[str, Any]], hosts: Sequ
 def find_unreachable_ranks(rank_infos: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[int]:
     """If there are multiple hosts, return the ranks on which gloo would only listen on the loopback interface."""
     loopback_ranks = [
-        rank for rank, rank_facts in enumerate(rank_infos) if rank_facts.get("network", {}).get("gloo") in ("lo", "lo0")
+        rank for rank, rank_info in enumerate(rank_infos) if rank_info.get("network", {}).get("gloo") in ("lo", "lo0")
     ]
     return loopback_ranks if len(set(hosts)) > 1 else []
 

@@ -30,7 +30,7 @@ from lockstep.ranks.stall import StallDetector
 from lockstep.ranks.status import RankStatus
 
 LOST_AFTER_S: Final = 10.0
-_STALL_S: Final = 8.0  # maximum duration of a measurement; the slowest takes 2 s over a 1 Mbit/s link
+_STALL_S: Final = 8.0  # maximum duration of a measurement; the slowest one takes 2 s over a 1 Mbit/s link
 # Timeout of collectives; the stall detector needs less time to identify a rank that hangs.
 _COLLECTIVE_TIMEOUT_S: Final = 20.0
 _HOST_TIMEOUT_S: Final = 15.0  # the first query of a GPU takes seconds
@@ -50,25 +50,25 @@ def run_checkup(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupRepor
     steps = [0]
     rendezvous.get_status = lambda: RankStatus("checking", steps[0])
 
-    def step() -> None:
+    def count_step() -> None:
         steps[0] += 1
 
     with _make_stall_detector(rendezvous):
-        facts = rendezvous.gather(_collect_rank_info())
-        step()
-    measurements, world = _connect(request, rendezvous, facts)
+        rank_infos = rendezvous.gather(_collect_rank_info())
+        count_step()
+    measurements, world = _connect(request, rendezvous, rank_infos)
     with _make_stall_detector(rendezvous):
         if world is not None:
             measurements["links"] = [
-                asdict(link) for link in measure_links(world, schedule_rounds(rendezvous.hosts), step)
+                asdict(link) for link in measure_links(world, schedule_rounds(rendezvous.hosts), count_step)
             ]
             world.close()
         all_measurements = rendezvous.gather(measurements)
     if rendezvous.info.rank > 0:
         return None
-    findings, found_links = _collect_findings(rendezvous, facts, all_measurements)
+    findings, found_links = _collect_findings(rendezvous, rank_infos, all_measurements)
     seconds = time.monotonic() - start
-    return CheckupReport(rendezvous.hosts, seconds, tuple(findings), found_links, tuple(facts))
+    return CheckupReport(rendezvous.hosts, seconds, tuple(findings), found_links, tuple(rank_infos))
 
 
 def _make_stall_detector(rendezvous: Rendezvous) -> StallDetector:
@@ -83,18 +83,18 @@ def _make_stall_detector(rendezvous: Rendezvous) -> StallDetector:
 
 def _collect_rank_info() -> dict[str, Any]:
     """Collect information about the host of this rank: versions, devices, interfaces and environment variables."""
-    facts: dict[str, Any] = {"timed_out": {}}
+    rank_info: dict[str, Any] = {"timed_out": {}}
 
     def query(name: str, timeout_s: float, collect: Callable[[], dict[str, Any]]) -> None:
         answer = run_with_timeout(timeout_s, collect)
         if answer is None:
-            facts["timed_out"][name] = timeout_s
+            rank_info["timed_out"][name] = timeout_s
         else:
-            facts.update(answer)
+            rank_info.update(answer)
 
     query("host", _HOST_TIMEOUT_S, host.get_host_info)
     query("network", _NETWORK_TIMEOUT_S, lambda: {"network": interfaces.get_network_info()})
-    return facts
+    return rank_info
 
 
 def _connect(
@@ -114,7 +114,7 @@ def _connect(
     if rendezvous.store is None:
         return measurements, None
     unreachable = network.find_unreachable_ranks(rank_infos, rendezvous.hosts)
-    replies = _gather_on_all(rendezvous, {"cuda": device.type == "cuda", "unreachable": unreachable})
+    replies = _all_gather(rendezvous, {"cuda": device.type == "cuda", "unreachable": unreachable})
     if replies[0]["unreachable"]:
         measurements["failed"] = "not tried"
         return measurements, None
@@ -126,12 +126,12 @@ def _connect(
         world.barrier()
     except (LockstepError, RuntimeError) as error:
         measurements["failed"] = (str(error).splitlines() or [type(error).__name__])[0]
-    if any(reply["failed"] for reply in _gather_on_all(rendezvous, {"failed": measurements["failed"]})):
+    if any(reply["failed"] for reply in _all_gather(rendezvous, {"failed": measurements["failed"]})):
         return measurements, None
     return measurements, world
 
 
-def _gather_on_all(rendezvous: Rendezvous, value: dict[str, Any]) -> list[dict[str, Any]]:
+def _all_gather(rendezvous: Rendezvous, value: dict[str, Any]) -> list[dict[str, Any]]:
     """All-gather a JSON-compatible value. Return the values of all ranks in rank order."""
     return list(plainfile.parse_json(rendezvous.broadcast_text(json.dumps(rendezvous.gather(value)))))
 

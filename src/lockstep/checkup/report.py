@@ -90,15 +90,15 @@ def _select_findings(findings: Sequence[Finding]) -> Iterator[Finding]:
 
 
 def _make_link_matrix(report: CheckupReport) -> Table:
-    numbers = [*map(str, range(len(report.hosts))), "latency"]
-    columns = [Column(heading, justify="right", no_wrap=True) for heading in numbers]
+    headings = [*map(str, range(len(report.hosts))), "latency"]
+    columns = [Column(heading, justify="right", no_wrap=True) for heading in headings]
     table = Table(Column("rank", no_wrap=True), *columns, box=None, pad_edge=False)
     rates = {(link.source, link.target): link.mb_s for link in report.links}
     for rank, host in enumerate(report.hosts):
         row = [_format_rate(rates.get((rank, target))) for target in range(len(report.hosts))]
         latencies = [1e6 * link.latency_s for link in report.links if link.source == rank]
-        spread = f"{min(latencies):,.0f} to {max(latencies):,.0f} us" if latencies else "-"
-        table.add_row(printable_line(f"{rank} {host}"), *row, spread)
+        latency_range = f"{min(latencies):,.0f} to {max(latencies):,.0f} us" if latencies else "-"
+        table.add_row(printable_line(f"{rank} {host}"), *row, latency_range)
     return table
 
 

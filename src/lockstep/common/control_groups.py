@@ -38,7 +38,7 @@ def read_memory_limit(root: Path = _ROOT, cgroup_file: Path = _CGROUP_FILE) -> i
 
 
 def _list_group_folders(root: Path, cgroup_file: Path, controller: str) -> list[Path]:
-    """Return the folders of this process's control group and of its parent groups. All of their limits apply."""
+    """Return the folders of this process's control group and its parent groups. The limits of all of them apply."""
     folders = []
     for line in read_text_or_empty(cgroup_file).splitlines():
         _, controllers, path = line.split(":", 2)

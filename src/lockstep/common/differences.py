@@ -17,12 +17,13 @@ def describe_differences(
     advice: str = "start all ranks with the same value",
     source_line: str = "",
 ) -> list[str]:
-    """Return a message for each value that differs from rank 0, with the differing ranks and one of their values.
+    """Return a message for each value that differs from rank 0's, with the differing ranks and one of their values.
+
     `values_by_rank` maps each rank to its named values. `hosts` contains the host name of each rank, or is empty if
     host names don't matter. `source_line` is the source line of user code that the values belong to, if any.
     """
     lines = []
-    for name in dict.fromkeys(name for rank_facts in values_by_rank.values() for name in rank_facts):
+    for name in dict.fromkeys(name for values in values_by_rank.values() for name in values):
         expected = values_by_rank[0].get(name)
         different_ranks = [
             rank for rank in values_by_rank if not _are_equal_as_json(values_by_rank[rank].get(name), expected)
@@ -30,9 +31,9 @@ def describe_differences(
         if different_ranks:
             details = "; ".join(_compare_values(expected, values_by_rank[different_ranks[0]].get(name)))
             verb = "differs" if len(different_ranks) == 1 else "differ"
-            ranks, first = format_ranks_with_hosts(different_ranks, hosts), format_ranks_with_hosts([0], hosts)
+            ranks, reference = format_ranks_with_hosts(different_ranks, hosts), format_ranks_with_hosts([0], hosts)
             location = f" ({source_line})" if source_line else ""
-            lines.append(f"{name}: {ranks} {verb} from {first}: {details}{location}; {advice}")
+            lines.append(f"{name}: {ranks} {verb} from {reference}: {details}{location}; {advice}")
     return lines
 
 

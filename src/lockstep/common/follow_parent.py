@@ -154,7 +154,7 @@ def check_host_resolves(host: str, timeout_s: float = _RESOLVE_TIMEOUT_S) -> str
 
 
 def _export_secret(stdin: int) -> None:
-    """Read the job secret from the first line of stdin, and set its environment variable. Leaves the rest unread."""
+    """Read the job secret from the first line of stdin, and set its environment variable. Reads no further lines."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(stdin, 1)
@@ -231,7 +231,7 @@ def _has_torch(pid: int) -> bool:
 
 
 def _is_reader_gone(descriptor: int) -> bool:
-    """Return whether no process reads from a pipe anymore, such as the mpirun that reads the output of a rank."""
+    """Return whether no process reads from a pipe anymore, such as the pipe from which mpirun reads a rank's output."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return bool(poll.poll(0))  # the mask 0 only reports errors and hang-ups

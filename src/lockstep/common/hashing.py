@@ -84,7 +84,7 @@ def choose_different_hash_seed() -> str:
 
 @contextmanager
 def set_hash_seed_for_children(seed: str) -> Iterator[None]:
-    """Return a context manager that sets the hash seed of the processes started in it, except for forked ones."""
+    """Return a context manager that sets the hash seed of processes that its block starts without forking."""
     before = os.environ.get(SEED_VARIABLE)
     os.environ[SEED_VARIABLE] = seed
     try:

@@ -35,7 +35,7 @@ def find_loader_error(error: BaseException) -> LoaderDiedError | None:
         if isinstance(cause, LoaderDiedError):
             return cause
         if result is None and isinstance(cause, RuntimeError) and (match := _DIED.search(str(cause))):
-            code = -_signal_number(match["signal"]) if match["signal"] else int(match["code"] or 0)
+            code = -_find_signal_number(match["signal"]) if match["signal"] else int(match["code"] or 0)
             result = make_loader_error(match["pid"], code)
         cause = cause.__cause__ or cause.__context__
     return result
@@ -43,14 +43,14 @@ def find_loader_error(error: BaseException) -> LoaderDiedError | None:
 
 def make_loader_error(name: str, code: int) -> LoaderDiedError:
     """Return the error for loader process `name`, which exited with `code`, or was killed by signal `-code`."""
-    kind = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    how = f"was killed by {kind}" if code < 0 else f"exited with code {code}" if code else "exited"
-    advice = _ADVICE.get(kind, _CRASHED)
+    signal_name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    ending = f"was killed by {signal_name}" if code < 0 else f"exited with code {code}" if code else "exited"
+    advice = _ADVICE.get(signal_name, _CRASHED)
     return LoaderDiedError(
-        f"loader process {name} {how}; {advice}. A run with a run folder resumes from its last checkpoint"
+        f"loader process {name} {ending}; {advice}. A run with a run folder resumes from its last checkpoint"
     )
 
 
-def _signal_number(description: str) -> int:
-    """Return the number of a signal by its C library description, such as `Killed`, or 0 if it is unknown."""
+def _find_signal_number(description: str) -> int:
+    """Return the number of the signal that the C library describes as `description`, such as `Killed`, or else 0."""
     return next((int(number) for number in signal.Signals if signal.strsignal(number) == description.strip()), 0)

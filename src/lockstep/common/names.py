@@ -12,8 +12,10 @@ def find_nearest(name: str, names: Iterable[str], max_count: int = 3) -> list[st
     """Return up to `max_count` items of `names` that are similar to `name`, with the most similar first."""
     if len(name) > _MAX_COMPARED_CHARS:
         return []
-    spelled = {candidate.lower(): candidate for candidate in names}
-    return [spelled[match] for match in difflib.get_close_matches(name.lower(), spelled, n=max_count)]
+    names_by_lowercase = {candidate.lower(): candidate for candidate in names}
+    return [
+        names_by_lowercase[match] for match in difflib.get_close_matches(name.lower(), names_by_lowercase, n=max_count)
+    ]
 
 
 def format_suggestion(name: str, names: Iterable[str]) -> str:

@@ -40,7 +40,7 @@ ALONE: Final = RankInfo(rank=0, size=1, local_rank=0, local_size=1, launcher="no
 def resolve_rendezvous_address(info: RankInfo, address: str) -> str:
     """Return the rendezvous address. Replaces env:// with the address that the launcher or the user set.
 
-    Raises UsageError if `address` doesn't match `RENDEZVOUS_ADDRESSES`, or if it is env:// and no address is set.
+    Raises UsageError if `address` doesn't match `RENDEZVOUS_ADDRESS`, or if it is env:// and no address is set.
     """
     match = re.match(RENDEZVOUS_ADDRESS, address)
     if not match or int(match[3] or 1) not in range(1, 65536):

@@ -53,8 +53,8 @@ class UserCode:
     ) -> None:
         if error is None or isinstance(error, LockstepError | KeyboardInterrupt):
             return
-        inside = trace.tb_next if trace else None  # skip the frame that entered this context manager
-        if self._shared and _find_origin(inside) == "ours":
+        inner_trace = trace.tb_next if trace else None  # skip the frame that entered this context manager
+        if self._shared and _find_origin(inner_trace) == "ours":
             return
         raise UserCodeError(f"{self._label}: {describe_error(error)}") from error
 
@@ -201,7 +201,7 @@ def _iterate_frames(trace: TracebackType | None) -> Iterator[tuple[str, int]]:
 def _format_message(error: BaseException) -> str:
     """Format the type and message of an exception. Handles any content, and messages that fail to format."""
     try:
-        # Avoids repeating the location.
+        # The text of a SyntaxError contains the location, but its `msg` doesn't.
         message_source = error.msg if isinstance(error, SyntaxError) and find_source_line(error) else error
         name, message = type(error).__name__, str.__str__(str(message_source))
     except Exception as format_error:

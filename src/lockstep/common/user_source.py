@@ -48,7 +48,7 @@ def hash_sources(paths: Iterable[str]) -> dict[str, str]:
 
 
 def hash_script() -> dict[str, str]:
-    """Return the hashes of the script that this process runs and of its imports. Returns {} if it isn't user code."""
+    """Return the hashes of the running script and of its imports, or {} if the script isn't user code."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if not isinstance(file, str) or not is_user_code(file):
         return {}
@@ -71,7 +71,7 @@ def describe_source_changes(before: Mapping[str, str], after: Mapping[str, str])
 
 
 def _list_module_and_parents(name: str) -> list[str]:
-    """Return the names of the parent packages of a module and its own name, such as `a`, `a.b` and `a.b.c`."""
+    """Return the names of a module's parent packages and of the module itself, such as `a`, `a.b` and `a.b.c`."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 

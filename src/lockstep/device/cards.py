@@ -18,7 +18,7 @@ from lockstep.device.ports import get_command_line
 
 _ROOT: Final = Path("/")
 _MODES: Final = {0: "Default", 2: "Prohibited", 3: "Exclusive_Process"}
-# The NVML reasons for reduced clocks that are a problem. A GPU that is idle or whose clocks a user has limited isn't.
+# The NVML reasons for reduced clocks that are a problem. An idle GPU and clocks that a user has limited aren't.
 _SLOWDOWN_REASONS: Final[Mapping[str, str]] = {
     "SwPowerCap": "power cap",
     "HwSlowdown": "slowdown by hardware",
@@ -83,8 +83,7 @@ class GpuInfo:
     """The results of all GPU queries on this host.
 
     - `kernel`: the version line of the kernel driver, or "" if no driver is loaded.
-    - `libraries`: the versions of torch, CUDA, cuDNN and NCCL, or None for libraries that torch is built
-      without.
+    - `libraries`: the versions of torch, CUDA, cuDNN and NCCL, or None for libraries that torch is built without.
     - `files`: whether the current user can open each device file of the driver.
     - `library`: the error that loading libcuda raised, or "".
     - `visible`: the value of CUDA_VISIBLE_DEVICES, or None if it isn't set.
@@ -103,7 +102,7 @@ class GpuInfo:
 
 def collect_gpu_info(driver: NvmlResult, root: Path = _ROOT) -> GpuInfo:
     """Collect all other information about the GPUs, and return it together with `driver`. Initializes CUDA."""
-    device_count, raised = _start_cuda()
+    device_count, cuda_error = _start_cuda()
     version = read_text_or_empty(root / "proc/driver/nvidia/version")
     return GpuInfo(
         driver=driver,
@@ -112,8 +111,8 @@ def collect_gpu_info(driver: NvmlResult, root: Path = _ROOT) -> GpuInfo:
         files=_check_device_files(root / "dev"),
         library=_find_libcuda_error(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        devices=() if raised else tuple(_query_device(index, device_count) for index in range(device_count)),
-        cuda_error=raised,
+        devices=() if cuda_error else tuple(_query_device(index, device_count) for index in range(device_count)),
+        cuda_error=cuda_error,
     )
 
 
@@ -144,10 +143,10 @@ def _query_card(nvml: Any, handle: Any) -> NvmlDevice:
         except nvml.NVMLError:
             return None
 
-    def ecc_errors(counter: int) -> int:
+    def count_ecc_errors(counter: int) -> int:
         return get("TotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, counter) or 0
 
-    def watts(query: str) -> float | None:
+    def query_watts(query: str) -> float | None:
         milliwatts = get(query)
         return None if milliwatts is None else milliwatts / 1000
 
@@ -171,16 +170,16 @@ def _query_card(nvml: Any, handle: Any) -> NvmlDevice:
         mig=bool((get("MigMode") or [0])[0]),
         ecc=None if ecc is None else bool(ecc[0]),
         persistence=None if persistence is None else bool(persistence),
-        uncorrected=ecc_errors(nvml.NVML_VOLATILE_ECC),
-        uncorrected_ever=ecc_errors(nvml.NVML_AGGREGATE_ECC),
+        uncorrected=count_ecc_errors(nvml.NVML_VOLATILE_ECC),
+        uncorrected_ever=count_ecc_errors(nvml.NVML_AGGREGATE_ECC),
         repair=tuple(reason for reason, is_due in repair.items() if is_due),
         clock_limits=tuple(
             reason
             for name, reason in _SLOWDOWN_REASONS.items()
             if clock_reasons & getattr(nvml, f"nvmlClocksEventReason{name}")
         ),
-        power_limit_w=watts("EnforcedPowerLimit"),
-        power_default_w=watts("PowerManagementDefaultLimit"),
+        power_limit_w=query_watts("EnforcedPowerLimit"),
+        power_default_w=query_watts("PowerManagementDefaultLimit"),
         link_width=get("CurrPcieLinkWidth"),
         link_width_max=get("MaxPcieLinkWidth"),
     )
@@ -196,19 +195,19 @@ def _query_device(index: int, device_count: int) -> CudaDevice:
     properties = torch.cuda.get_device_properties(index)
     other_indices = [other for other in range(device_count) if other != index]
     capability = f"{properties.major}.{properties.minor}"
-    reads = tuple(other for other in other_indices if torch.cuda.can_device_access_peer(index, other))
-    return CudaDevice(properties.name, str(properties.uuid), properties.total_memory, capability, reads)
+    peer_devices = tuple(other for other in other_indices if torch.cuda.can_device_access_peer(index, other))
+    return CudaDevice(properties.name, str(properties.uuid), properties.total_memory, capability, peer_devices)
 
 
 def _get_library_versions() -> dict[str, str | None]:
     """Return the versions of torch and its GPU libraries, or None for libraries that torch is built without."""
-    built = torch.version.cuda is not None
-    cudnn = torch.backends.cudnn.version() if built else None  # type: ignore[no-untyped-call]
+    has_cuda = torch.version.cuda is not None
+    cudnn = torch.backends.cudnn.version() if has_cuda else None  # type: ignore[no-untyped-call]
     return {
         "torch": str(torch.__version__),
         "CUDA": torch.version.cuda,
         "cuDNN": None if cudnn is None else str(cudnn),
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if built else None,  # type: ignore[no-untyped-call]
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_cuda else None,  # type: ignore[no-untyped-call]
     }
 
 

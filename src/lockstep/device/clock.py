@@ -37,10 +37,10 @@ class ActivityClock:
     def start_activity(self, activity: str) -> None:
         """End the current activity and start `activity`."""
         times = self._read_times()
-        wall, on_core, for_core = (after - previous for after, previous in zip(times, self._last_times, strict=True))
+        wall, on_core, in_queue = (after - previous for after, previous in zip(times, self._last_times, strict=True))
         if self._activity == self._split:
             for part, seconds in zip(
-                _SPLIT_ACTIVITIES, (on_core, for_core, max(0.0, wall - on_core - for_core)), strict=True
+                _SPLIT_ACTIVITIES, (on_core, in_queue, max(0.0, wall - on_core - in_queue)), strict=True
             ):
                 self._seconds[part] += seconds
         else:
@@ -63,7 +63,7 @@ class ActivityClock:
         return dict(self._seconds)
 
     def get_split_seconds(self) -> float:
-        """Return the seconds spent on the activity `split` so far."""
+        """Return the seconds spent on the activity `split_activity` so far."""
         seconds = self.get_activity_seconds()
         return sum(seconds.get(part, 0.0) for part in self._parts)
 

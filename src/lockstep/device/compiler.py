@@ -1,7 +1,7 @@
 """Settings and checks for torch.compile, and the compiler's entries in the fingerprint of a run.
 
 Kernels must never be selected by timing. The generated kernels depend on the compiler and on the settings of torch,
-which about 200 environment variables can change. Therefore both are part of the fingerprint of a run, and a run never
+which about 200 environment variables can change. Therefore, both are part of the fingerprint of a run, and a run never
 uses kernels that were built for a different fingerprint.
 """
 
@@ -79,7 +79,7 @@ def configure_compiler(fingerprint: Mapping[str, Any]) -> None:
     config.recompile_limit = config.accumulated_recompile_limit = _RECOMPILE_LIMIT
     config.fail_on_recompile_limit_hit = True
     config.suppress_errors = False
-    # Compile the backward pass during the forward pass, when the block that a compile error is raised in is known.
+    # Compile the backward pass during the forward pass, when it is known which block a compile error comes from.
     autograd.force_non_lazy_backward_lowering = True
     cache_root = Path(cache_dir())
     cache_root = cache_root.parent if cache_root.name.startswith(_CACHE_PREFIX) else cache_root
@@ -103,9 +103,9 @@ def make_compiler_fingerprint(on_gpu: bool) -> dict[str, str]:
 
 
 def _iterate_portable_settings(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each setting of a torch config module that doesn't depend on paths of this host.
+    """Yield the name and value of each setting in a torch config module, except for folders of this host.
 
-    Settings that `configure_compiler` changes are skipped, because they are the same in all runs.
+    Settings that `configure_compiler` changes are skipped too, because they are the same in all runs.
     """
     for name, value in module.save_config_portable().items():
         if "_dir" not in name and "limit" not in name and name not in _CONFIGURED_SETTINGS:

@@ -18,7 +18,7 @@ _CUDA_VARIABLES: Final = (
 
 
 def read_env_flags(device: torch.device) -> str:
-    """Return the variables that are set and affect the results on `device`, as `NAME=value NAME=value`, or NONE."""
+    """Return the variables that are set and affect the results on `device`, as `NAME=value NAME=value`, or NO_FLAGS."""
     names = (*_ALL_DEVICE_VARIABLES, *_CUDA_VARIABLES) if device.type == "cuda" else _ALL_DEVICE_VARIABLES
     return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ) or NO_FLAGS
 

@@ -1,9 +1,10 @@
 """The list of operations without deterministic kernels on CUDA.
 
-REFUSED contains the operations that torch 2.15 rejects with `torch.use_deterministic_algorithms`, i.e. the operations
-that call `alertNotDeterministic` in torch's CUDA sources. The entries with `torch_raises=False` are operations that
-torch doesn't reject, although their results depend on the order in which threads finish. benchmarks/gpu_kernels.py
-measures the operations that Lockstep uses instead. The table in docs/gpu.md is generated from both.
+NONDETERMINISTIC_OPERATIONS contains the operations that torch 2.15 rejects with `torch.use_deterministic_algorithms`,
+i.e. the operations that call `alertNotDeterministic` in torch's CUDA sources. The entries with `torch_raises=False` are
+operations that torch doesn't reject, although their results depend on the order in which threads finish.
+benchmarks/gpu_kernels.py measures the operations that Lockstep uses instead. The table in docs/gpu.md is generated from
+both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -97,13 +98,16 @@ def _make_backward_entry(
     name: str,
     description: str,
     advice: str,
-    applies: Callable[[CallArguments], bool] = lambda _: True,
+    matches_call: Callable[[CallArguments], bool] = lambda _: True,
     has_alternative: bool = False,
 ) -> NondeterministicOperation:
-    """Return an entry for a backward kernel with atomic additions. If `has_alternative`, the text omits "backward"."""
+    """Return an entry for a backward kernel with atomic additions.
+
+    The description ends with "backward", unless `has_alternative` is set.
+    """
     description = description if has_alternative else f"{description}, backward"
     return NondeterministicOperation(
-        f"{name}_backward", description, _ATOMIC, advice, applies, has_alternative=has_alternative
+        f"{name}_backward", description, _ATOMIC, advice, matches_call, has_alternative=has_alternative
     )
 
 
@@ -209,9 +213,9 @@ NONDETERMINISTIC_OPERATIONS: Final = (
     ),
     *(
         NondeterministicOperation(
-            f"aten::{name}", f"{name} over all of a tensor", _SCAN_ORDER, by, _is_single_scan, torch_raises=False
+            f"aten::{name}", f"{name} over all of a tensor", _SCAN_ORDER, advice, _is_single_scan, torch_raises=False
         )
-        for name, by in (_SCAN, _LOG_SCAN)
+        for name, advice in (_SCAN, _LOG_SCAN)
     ),
     _make_backward_entry("torchvision::_deform_conv2d", "DeformConv2d", _CPU),
     _make_backward_entry("torchvision::_roi_pool", "RoIPool", "use roi_align"),

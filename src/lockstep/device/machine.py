@@ -110,7 +110,7 @@ def _read_cpuinfo() -> dict[str, str]:
     if not _LINUX_CPUINFO.exists():
         return {}
     first, _, _ = _LINUX_CPUINFO.read_text().partition("\n\n")
-    pairs = (command.partition(":") for command in first.splitlines())
+    pairs = (line.partition(":") for line in first.splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 

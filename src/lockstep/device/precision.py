@@ -50,7 +50,8 @@ def make_loss_scaler(precision: Precision, loss_scale: LossScale, device: torch.
         growth_interval=loss_scale.growth_interval,
         enabled=precision in SCALED_PRECISIONS,
     )
-    # Create the scaler's tensors, which it otherwise creates in its first call. A rank may have no micro-batches then.
+    # Create the scaler's tensors. Otherwise, its first call would create them, but a rank without micro-batches makes
+    # no such call.
     scaler.scale(torch.zeros((), device=device))
     return scaler
 

@@ -63,7 +63,7 @@ def check_no_launcher(message_start: str) -> None:
 def detect_rank() -> RankInfo | None:
     """Return the rank of this process, or None without a launcher.
 
-    Also arrange for the process to end with its launcher.
+    Also arranges for this process to end when its launcher ends.
     """
     info = detect(os.environ)
     if info is None:

@@ -82,9 +82,9 @@ def submit(file: Path) -> int:
     """Submit a batch script and return the job ID."""
     result = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True)
     if result.returncode:
-        printed = (result.stderr or result.stdout).strip() or "nothing"
+        output = (result.stderr or result.stdout).strip() or "nothing"
         raise LockstepError(
-            f"sbatch failed with exit code {result.returncode}, and the job was not submitted; it printed:\n{printed}"
+            f"sbatch failed with exit code {result.returncode}, and the job was not submitted; it printed:\n{output}"
         )
     job_id = result.stdout.strip().rpartition("\n")[2].partition(";")[0]  # the job ID may be followed by a cluster name
     if not job_id.isdecimal():

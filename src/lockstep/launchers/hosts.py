@@ -18,7 +18,10 @@ STOP_TIMEOUT_S: Final = 75.0  # slightly longer than STOP_S of follow_parent.py,
 
 
 class CommandExit(NamedTuple):
-    """The exit of a command: its exit code in shell convention, and the signal that ended all commands, if any."""
+    """The exit of a command: its exit code, following the shell convention.
+
+    `stop_signal` is the signal that ended all commands, if any.
+    """
 
     host: str
     code: int
@@ -33,19 +36,21 @@ def run_on_hosts(
     secret: str = "",
     is_local: bool = False,
 ) -> CommandExit:
-    """Run a command for each host or rank until all commands have exited. Return the exit of the first failed command.
+    """Run a command for each host or rank, and wait until all have exited. Return the exit of the first that failed.
 
-    If the commands succeeded, the first exit is returned.
+    If all commands succeeded, the first exit is returned.
 
     Closing the stdin of a command asks the command to end. If a command fails, or on SIGINT, SIGTERM, SIGHUP or
     SIGUSR1, stdin is closed for all remaining commands. Once a command has exited or was asked to end, the remaining
     commands have `stop_timeout_s` seconds to exit before they are killed. A second SIGINT kills them immediately.
 
     If `secret` is set, it is sent as the first line of each command's stdin. Set `is_local` if the commands run on this
-    host without ssh. In this case, signals are forwarded to the commands, which may take any time to exit.
+    host without ssh. In this case, signals are forwarded to the commands, which may take as long as they need to
+    exit.
 
     If `num_required` is set, a failed command doesn't end the remaining commands as long as at least `num_required`
-    commands are running or have succeeded. If `num_required` commands succeed, the failure isn't returned.
+    commands are running or have succeeded. If `num_required` commands succeed, the exit of a failed command isn't
+    returned.
     """
     num_required = len(commands) if num_required is None else num_required
     events: SimpleQueue[CommandExit | signal.Signals] = SimpleQueue()
@@ -91,7 +96,8 @@ def run_on_hosts(
             for process in processes.values():
                 process.wait()
     first = next(
-        (exited for exited in exits if bool(exited.code) == (_count_successes(exits) < num_required)), exits[0]
+        (command_exit for command_exit in exits if bool(command_exit.code) == (_count_successes(exits) < num_required)),
+        exits[0],
     )
     return first._replace(stop_signal=signals[0] if signals else None)
 
@@ -131,7 +137,7 @@ def _wait_for_event(
 
 
 def _count_successes(exits: Sequence[CommandExit]) -> int:
-    return sum(not exited.code for exited in exits)
+    return sum(not command_exit.code for command_exit in exits)
 
 
 def _should_stop(event: CommandExit | signal.Signals) -> bool:
@@ -164,12 +170,12 @@ def _queue_signals(events: SimpleQueue[CommandExit | signal.Signals]) -> Iterato
         for signal_number in _STOP_SIGNALS
         if signal_number != signal.SIGHUP or signal.getsignal(signal_number) != signal.SIG_IGN
     ]
-    before = {
+    previous_actions = {
         signal_number: signal.signal(signal_number, lambda received, _: events.put(signal.Signals(received)))
         for signal_number in signal_numbers
     }
     try:
         yield
     finally:
-        for signal_number, action in before.items():
+        for signal_number, action in previous_actions.items():
             signal.signal(signal_number, action)

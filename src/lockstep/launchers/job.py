@@ -96,7 +96,7 @@ class Job:
     def standalone(self) -> bool:
         """Whether torchrun's agent runs standalone, without a rendezvous with other hosts.
 
-        It chooses a free port itself.
+        A standalone agent chooses a free port itself.
         """
         return self.nodes == 1 and not self.endpoint and self.rendezvous in ("", "c10d")
 
@@ -204,7 +204,7 @@ def find_resource_problems(job: Job) -> list[str]:
 
 
 def find_process_problems(requested: str | int, num_processes: int) -> list[str]:
-    """Return a list with a problem if the requested placement.processes isn't the number of processes of the job."""
+    """Return a list with one problem if `requested`, the value of placement.processes, isn't `num_processes`."""
     if str(requested) in ("auto", str(num_processes)):
         return []
     started = f"--nodes and --processes-per-node start {num_processes}"

@@ -22,11 +22,11 @@ _MAX_NAME_CHARS: Final = 63  # limit of a pod's host name
 
 @dataclass(frozen=True)
 class Cluster:
-    """The cluster settings of a job. `kind` is one of KINDS. The container `image` contains Lockstep. `claim` is the
-    volume claim that is mounted at `mount`.
+    """The cluster settings of a job.
 
-    The job is restarted up to `restarts` times. A node has `grace_s` seconds to save before it is evicted. `secret` is
-    the secret of the job. `queue` is a Kueue queue, or empty.
+    `kind` is one of KINDS. `image` is a container image that contains Lockstep. `claim` is the volume claim that is
+    mounted at `mount`. The job is restarted up to `restarts` times. A node has `grace_s` seconds to save before it is
+    evicted. `secret` is the secret of the job. `queue` is a Kueue queue, or empty.
     """
 
     name: str

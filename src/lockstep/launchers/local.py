@@ -14,8 +14,8 @@ def command(job: Job) -> list[str]:
     if job.options:
         raise UsageError(f"--on local: there is no launcher to pass {' '.join(job.options)} to; remove --option")
     if job.is_script:
-        lead = [job.python, "-m", "lockstep", "launch", f"--processes-per-node={job.processes}", "--"]
-        return [*lead, *job.words]
+        launch_words = [job.python, "-m", "lockstep", "launch", f"--processes-per-node={job.processes}", "--"]
+        return [*launch_words, *job.words]
     if job.words[0] == "doctor" and all(
         word.startswith("-") for word in job.words[1:2]
     ):  # the full check, not a subcommand

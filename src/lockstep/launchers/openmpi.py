@@ -29,12 +29,12 @@ def command(job: Job) -> list[str]:
     per_node = job.processes_per_node
     hosts = job.hosts or (("localhost",) if job.nodes == 1 else ())
     host_words = ["--host", ",".join(f"{host}:{per_node}" for host in hosts)] if hosts else []
-    address = ["-x", f"MASTER_ADDR={job.hosts[0]}", "-x", f"MASTER_PORT={job.port}"] if len(job.hosts) > 1 else []
+    address_words = ["-x", f"MASTER_ADDR={job.hosts[0]}", "-x", f"MASTER_PORT={job.port}"] if len(job.hosts) > 1 else []
     # Passed as an environment variable, because other users can read command lines.
-    secret = ["-x", SECRET] if job.signed else []
+    secret_words = ["-x", SECRET] if job.signed else []
     # mpirun doesn't forward the environment to other hosts. `lockstep` commands set the hash seed themselves, but
     # scripts don't.
-    hashes = ["-x", SEED_VARIABLE] if job.is_script and len(job.hosts) > 1 else []
+    hash_seed_words = ["-x", SEED_VARIABLE] if job.is_script and len(job.hosts) > 1 else []
     layout = [
         "--map-by",
         f"ppr:{per_node}:node",
@@ -47,9 +47,9 @@ def command(job: Job) -> list[str]:
         str(job.processes),
         *layout,
         *host_words,
-        *address,
-        *hashes,
-        *secret,
+        *address_words,
+        *hash_seed_words,
+        *secret_words,
         *job.options,
         *job.program,
     ]

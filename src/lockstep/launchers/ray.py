@@ -11,7 +11,7 @@ from lockstep.errors import UsageError
 from lockstep.launchers.variables import Variables
 
 _ADVICE: Final = "ray.train.torch.TorchConfig(init_method='env') sets them"
-_SCHEMES: Final = {"s3": "s3", "gcs": "gs"}  # by the name that Arrow gives to the file system of `storage_path`
+_SCHEMES: Final = {"s3": "s3", "gcs": "gs"}  # URL schemes, by Arrow's name for the file system of `storage_path`
 
 
 class TrainContext(Protocol):
@@ -55,7 +55,10 @@ def read_rank(context: TrainContext, env: Mapping[str, str]) -> RankInfo:
 
 
 def is_preempted() -> bool:
-    """Return whether Ray will soon preempt a node of this run. All workers must call it, because it syncs them."""
+    """Return whether Ray will soon preempt a node of this run.
+
+    All workers must call this function, because it synchronizes them.
+    """
     return sys.modules["ray.train"].get_preemption_info() is not None
 
 

@@ -19,7 +19,7 @@ VARIABLES: Final = (
     *(f"SLURM_STEP_{suffix}" for suffix in ("NUM_TASKS", "TASKS_PER_NODE", "NODELIST")),
     *("SLURM_DISTRIBUTION", *MASTER),
 )
-_PSEUDO_STEPS: Final = 4_294_967_290  # step IDs of batch scripts, shells and so on are at least this (0xfffffffa)
+_MIN_PSEUDO_STEP: Final = 4_294_967_290  # step IDs of batch scripts, shells and so on are at least this (0xfffffffa)
 _SCONTROL_TIMEOUT_S: Final = 5.0
 _PORTS_PER_JOB: Final = 16  # ports per job, so that the first job steps of consecutive jobs use different ports
 _MISSING_ADVICE: Final = "srun sets it in each task; start lockstep directly with srun, and do not change its variables"
@@ -39,13 +39,13 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     size = variables.read_number("SLURM_STEP_NUM_TASKS")
     local_rank = variables.read_number("SLURM_LOCALID")
     node = variables.read_number("SLURM_NODEID")
-    on_nodes = variables.parse("SLURM_STEP_TASKS_PER_NODE", expand_counts)
+    tasks_per_node = variables.parse("SLURM_STEP_TASKS_PER_NODE", expand_counts)
     nodes = variables.parse("SLURM_STEP_NODELIST", expand_hosts)
     port = variables.read_port(
         derive_port(variables.read_number("SLURM_JOB_ID") * _PORTS_PER_JOB + variables.read_number("SLURM_STEP_ID"))
     )
     if not variables.problems:
-        _check_consistency(variables, rank, size, local_rank, node, on_nodes, len(nodes))
+        _check_consistency(variables, rank, size, local_rank, node, tasks_per_node, len(nodes))
     if (
         not variables.problems
         and not env.get("MASTER_ADDR")
@@ -57,7 +57,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
         )
     variables.check()
     master = env.get("MASTER_ADDR") or (nodes[0] if len(nodes) > 1 else "127.0.0.1")
-    return RankInfo(rank, size, local_rank, on_nodes[node], "slurm", master, port)
+    return RankInfo(rank, size, local_rank, tasks_per_node[node], "slurm", master, port)
 
 
 def make_warning(env: Mapping[str, str], num_processes: int | str = 1) -> str:
@@ -143,7 +143,7 @@ LAUNCHER: Final = Launcher(
 
 def _is_multi_task_step(env: Mapping[str, str]) -> bool:
     step = env.get("SLURM_STEP_ID", "")
-    pseudo = step.isdecimal() and int(step) >= _PSEUDO_STEPS
+    pseudo = step.isdecimal() and int(step) >= _MIN_PSEUDO_STEP
     return bool(step) and not pseudo and "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1"
 
 

@@ -13,7 +13,7 @@ from lockstep.launchers.agents import OWN_STORE, make_agent_command
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job
 
-_AGENT_LISTENS: Final = "TORCHELASTIC_USE_AGENT_STORE"
+_AGENT_STORE_VARIABLE: Final = "TORCHELASTIC_USE_AGENT_STORE"
 VARIABLES: Final = ("TORCHELASTIC_RUN_ID", *environment.VARIABLES)
 
 
@@ -21,7 +21,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     """Return the rank of this process if an elastic agent started it, or else None."""
     if "TORCHELASTIC_RUN_ID" not in env:
         return None
-    return replace(environment.read_torch_rank(env, "torchrun"), hosted=env.get(_AGENT_LISTENS) == "True")
+    return replace(environment.read_torch_rank(env, "torchrun"), hosted=env.get(_AGENT_STORE_VARIABLE) == "True")
 
 
 def check_hosts(agent_argv: Sequence[str], env: Mapping[str, str]) -> None:
@@ -53,7 +53,7 @@ def check_restarts(agent_argv: Sequence[str], env: Mapping[str, str], folder: st
 
 
 def check_can_leave(agent_argv: Sequence[str], env: Mapping[str, str]) -> None:
-    """Raise UsageError if the job can't continue without a host, because its size is fixed or it never restarts."""
+    """Raise UsageError if the job can't continue without one host, because its size is fixed or it never restarts."""
     fewest, most = _parse_requested_hosts(agent_argv, env)
     if env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or fewest == most:
         raise UsageError(
@@ -70,7 +70,7 @@ def leave_job() -> None:
 def make_store_warning(agent_argv: Sequence[str], env: Mapping[str, str]) -> str:
     """Return a warning if an elastic torchrun runs without `OWN_STORE` in its environment, or else an empty string."""
     fewest, most = _parse_requested_hosts(agent_argv, env)
-    if fewest == most or env.get(_AGENT_LISTENS) != "True":
+    if fewest == most or env.get(_AGENT_STORE_VARIABLE) != "True":
         return ""
     return (
         f"warning: torchrun --nnodes={fewest}:{most} without {OWN_STORE} in its environment: if the host of rank 0 "

@@ -34,7 +34,7 @@ FORWARD_CULPRITS: Final = (
     *(ATTRIBUTES, SPECTRAL_NORM, BUFFERS, CUSTOM_BATCHNORM, WEIGHTS, HIDDEN_STATE),
 )
 _CLOCKS: Final = (CLOCK, SYSTEM, PROCESS, HOST)
-# Much larger than the rounding error of a sum of losses, and much smaller than its distance from a mean.
+# Much larger than the rounding error of a sum of losses, and much smaller than the difference between sum and mean.
 _RELATIVE_TOLERANCE: Final = 1e-3
 
 
@@ -212,7 +212,7 @@ def _make_state_findings(result: ProbeResult) -> Iterator[CodeFinding]:
     depends_on_previous = bool(result.differs_without_previous)
     if result.generators:
         # A cached function draws random numbers only in its first call, which wasn't recorded. Name the cache instead.
-        caches = [name for name, how in result.variables.items() if how.startswith(CACHE)]
+        caches = [name for name, change in result.variables.items() if change.startswith(CACHE)]
         generator_lines = [(name, result.reads.get(name)) for name in result.generators]
         generators = [
             f"{name} random generator{f' ({location})' if location else result.location_of(*caches)}"
@@ -248,8 +248,8 @@ def _make_state_findings(result: ProbeResult) -> Iterator[CodeFinding]:
             f"checkpoints do not contain them; make the result a function of the inputs"
         )
         yield CodeFinding(GLOBALS, changes_globals, text, tuple(result.variables))
-    state = result.attributes or result.accumulating_buffers or result.changed_weights or changes_globals
-    explained = result.differs_on_repeat or result.generators or state
+    changed_state = result.attributes or result.accumulating_buffers or result.changed_weights or changes_globals
+    explained = result.differs_on_repeat or result.generators or changed_state
     if depends_on_previous and not explained:
         text = (
             f"the model{result.location_of('model')} or the loss keeps state that is neither a tensor nor an "
@@ -340,8 +340,8 @@ def _make_loss_findings(result: ProbeResult) -> Iterator[CodeFinding]:
     samples, joint_loss, summed_loss = result.loss
     if _is_close(joint_loss, summed_loss):
         return
-    sums = f"{samples} samples together give {joint_loss:.6g}, one by one they add up to {summed_loss:.6g}"
-    measured = f"loss{result.location_of('loss')}: {sums}"
+    comparison = f"{samples} samples together give {joint_loss:.6g}, one by one they add up to {summed_loss:.6g}"
+    measured = f"loss{result.location_of('loss')}: {comparison}"
     if _is_close(joint_loss * samples, summed_loss):
         text = (
             f"{measured}: this is already a mean, and is divided by the number of samples again; return the sum "

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lockstep.comm.world import World
 from lockstep.common.importing import import_object
 from lockstep.common.rank import ALONE
-from lockstep.common.user_code import find_source_line as place_of_error
+from lockstep.common.user_code import find_source_line as find_error_line
 from lockstep.core import random
 from lockstep.core.batch import call_model, get_tensors, leaves_with_paths, map_tensors
 from lockstep.core.mesh import DataRank
@@ -88,9 +88,9 @@ def run_quick_probe(setup: Setup, check_samples: bool, check_forward: bool) -> P
     if not check_forward:
         return ProbeResult(random_samples=samples_found, source_lines=_find_source_lines(setup))
     recipe, device = setup.recipe, torch.device("cpu")
-    numbers = sum(tensor[0].numel() for tensor in get_tensors(setup.problem.example))  # number of elements in a sample
-    few_samples = 2 if numbers > _LARGE_SAMPLE_SIZE else _NUM_QUICK_SAMPLES
-    batch = min(2 * min(few_samples, -(-recipe.batch // recipe.microbatches)), len(setup.data.train))
+    sample_size = sum(tensor[0].numel() for tensor in get_tensors(setup.problem.example))  # in elements
+    num_samples = 2 if sample_size > _LARGE_SAMPLE_SIZE else _NUM_QUICK_SAMPLES
+    batch = min(2 * min(num_samples, -(-recipe.batch // recipe.microbatches)), len(setup.data.train))
     reduced = replace(
         setup, recipe=recipe.model_copy(update={"microbatches": 2}), steps=Steps(len(setup.data.train), batch, steps=1)
     )
@@ -112,8 +112,8 @@ def find_changing_samples(setup: Setup, count: int) -> list[RandomSample]:
         ("training", setup.data.train, order, random.make_key(random.AUGMENT, seed, 0)),
     ]
     if setup.data.validation is not None:
-        numbers = [*range(min(count, len(setup.data.validation)))]
-        parts.append(("validation", setup.data.validation, numbers, None))
+        validation_indices = [*range(min(count, len(setup.data.validation)))]
+        parts.append(("validation", setup.data.validation, validation_indices, None))
     return [
         sample
         for part, split, indices, random_key in parts
@@ -184,7 +184,7 @@ def _run_probe(
         if _NO_KERNEL_MESSAGE not in str(error):
             raise
         message = str(error).partition(", but you set")[0].splitlines()[0]
-        location = place_of_error(error)
+        location = find_error_line(error)
         return ProbeResult(
             random_samples=samples,
             missing_kernel=message,
@@ -208,9 +208,13 @@ class _Probe:
         """Run the micro-batches and return the observations."""
         model, first, second = self._build_model(), self._settings.microbatches[0], self._settings.microbatches[-1]
         kinds = {type(module) for module in model.modules()}
-        before, drawn_before, globals_before = ModelState(model), get_rng_states(), GlobalState(self._modules, kinds)
+        before, rng_states_before, globals_before = (
+            ModelState(model),
+            get_rng_states(),
+            GlobalState(self._modules, kinds),
+        )
         first_result = self._run_microbatch(model, first)
-        drawn_streams = [name for name, state in get_rng_states().items() if state != drawn_before[name]]
+        used_generators = [name for name, state in get_rng_states().items() if state != rng_states_before[name]]
         second_result = self._run_microbatch(model, second) if second is not first else first_result
         after, globals_after = ModelState(model), GlobalState(self._modules, kinds)
         unused_names = [
@@ -233,9 +237,9 @@ class _Probe:
         difference_without_previous = (
             _describe_first_difference(second_result, alone_result) if second is not first else ""
         )
-        explained = attributes or variables or drawn_streams or accumulating or repeated
+        explained = attributes or variables or used_generators or accumulating or repeated
         # A cache is only reported if results differ, or if the forward pass draws random numbers.
-        if not (difference_without_previous or drawn_streams or repeated):
+        if not (difference_without_previous or used_generators or repeated):
             variables = {name: how for name, how in variables.items() if not how.startswith(CACHE)}
         norms = before.find_norm_buffer_changes(after) if difference_without_previous and not explained else []
         changed, accumulating = [*changed, *norms], [*accumulating, *norms]
@@ -245,17 +249,17 @@ class _Probe:
         checks_evaluation = self._settings.backward and not (
             difference_without_previous or repeated
         )  # otherwise, training shows the cause
-        evaluation, evaluation_reads = self._check_evaluation() if checks_evaluation else ("", {})
+        evaluation_difference, evaluation_reads = self._check_evaluation() if checks_evaluation else ("", {})
         source_lines = {name: globals_after.find_source_line(name) for name in variables}
         user_kinds = [kind for kind in kinds if kind.__module__ in self._modules]
         if len(user_kinds) == 1:  # the line of the class is more precise than the function that builds the model
             source_lines["model"] = user_code.find_source_line(user_kinds[0])
         rank_difference = "" if repeated else _describe_first_difference(first_result, other_rank_result)
-        locations: dict[str, str] = {}
+        no_reads: dict[str, str] = {}
         reads = (
-            _run_as_other_rank(lambda: self._record_reads(first), locations)
-            if drawn_streams or other_rank_result != first_result
-            else locations
+            _run_as_other_rank(lambda: self._record_reads(first), no_reads)
+            if used_generators or other_rank_result != first_result
+            else no_reads
         )
         if rank_difference and RANK not in reads and CLOCK in reads:
             # The result depends on the clock, not on the rank. The clock didn't advance between the first two runs.
@@ -267,7 +271,7 @@ class _Probe:
             changed_weights=changed_weights,
             attributes=attributes,
             variables=variables,
-            generators=drawn_streams,
+            generators=used_generators,
             unused_parameters=unused_names if self._settings.backward else [],
             random_samples=samples,
             loss=loss,
@@ -275,7 +279,7 @@ class _Probe:
             differs_without_previous=difference_without_previous,
             differs_by_rank=rank_difference,
             reads=reads,
-            differs_in_evaluation=evaluation,
+            differs_in_evaluation=evaluation_difference,
             evaluation_reads=evaluation_reads,
             source_lines=_find_source_lines(self._setup)
             | source_lines
@@ -286,7 +290,7 @@ class _Probe:
         model = self._build_model()
         before = digest_weights(model)
         self._run_microbatch(model, self._settings.microbatches[0])
-        return [name for name, digest_tensors in digest_weights(model).items() if digest_tensors != before[name]]
+        return [name for name, digest in digest_weights(model).items() if digest != before[name]]
 
     def _check_evaluation(self) -> tuple[str, dict[str, str]]:
         """Evaluate a batch with and without a batch before it, and compare the outputs.
@@ -316,9 +320,9 @@ class _Probe:
         """Build a new copy of the model, and seed the random number generators of Python and NumPy."""
         layout = torch.channels_last if self._numerics.channels_last else torch.preserve_format
         model: nn.Module = self._settings.build_model().to(self._world.device, memory_format=layout)  # type: ignore[call-overload]
-        computing = convert_compute_dtype(model, self._numerics.dtype)
-        computing.train()  # not chained, because a custom train() may not return the model
-        return computing
+        converted_model = convert_compute_dtype(model, self._numerics.dtype)
+        converted_model.train()  # not chained, because a custom train() may not return the model
+        return converted_model
 
     def _run_microbatch(self, model: nn.Module, microbatch: MicroBatch) -> ResultDigests:
         model.zero_grad(set_to_none=True)
@@ -345,14 +349,14 @@ class _Probe:
         outputs = self._forward(model, microbatch)
         samples = min(microbatch.num_samples, _MAX_LOSS_SAMPLES)
 
-        def loss(rows: slice) -> float:
+        def compute_loss(rows: slice) -> float:
             row_outputs, batch = (
                 map_tensors(lambda tensor: tensor[rows], value) for value in (outputs, microbatch.batch)
             )
             return float(add_losses(self._setup.task.loss(row_outputs, batch)))
 
-        one_by_one = sum(loss(slice(number, number + 1)) for number in range(samples))
-        return LossComparison(samples, loss(slice(samples)), one_by_one)
+        one_by_one = sum(compute_loss(slice(number, number + 1)) for number in range(samples))
+        return LossComparison(samples, compute_loss(slice(samples)), one_by_one)
 
     def _record_reads(self, microbatch: MicroBatch) -> dict[str, str]:
         """Build the model and run a micro-batch. Return the nondeterministic values that are read, by source."""
@@ -416,9 +420,9 @@ def _compute_sample_digests(split: Split, indices: Sequence[int], random_key: in
 
 def _describe_difference(left: Mapping[str, str], right: Mapping[str, str]) -> str:
     """Describe the first difference between two samples. Returns an empty string if they are equal."""
-    of_pair = {"": "values", "[0]": "inputs", "[1]": "targets"} if len(left.keys() - {_RANDOM_CALLS}) <= 2 else {}
+    pair_names = {"": "values", "[0]": "inputs", "[1]": "targets"} if len(left.keys() - {_RANDOM_CALLS}) <= 2 else {}
     paths = [path for path in (*left, *right) if left.get(path) != right.get(path)]
-    return {_RANDOM_CALLS: _RANDOM_CALLS, **of_pair}.get(paths[0], f"values at {paths[0]}") if paths else ""
+    return {_RANDOM_CALLS: _RANDOM_CALLS, **pair_names}.get(paths[0], f"values at {paths[0]}") if paths else ""
 
 
 def _describe_first_difference(left: ResultDigests, right: ResultDigests) -> str:

@@ -45,11 +45,11 @@ GetFindings = Callable[[], list[CodeFinding]]
 
 @contextmanager
 def check_in_background(setup: Setup) -> Iterator[GetFindings]:
-    """Check the model, the loss and the data in the background. Yield a function that waits for and returns the faults.
+    """Check the model, the loss and the data in the background.
 
-    Models and datasets that are part of Lockstep aren't checked, and neither are models that consist of plain layers
-    from known libraries, such as timm and torchvision. The check runs in a forked process, so enter this context
-    manager before a process group exists.
+    Yields a function that waits for the faults and returns them. Models and datasets that are part of Lockstep aren't
+    checked, and neither are models that consist of plain layers from known libraries, such as timm and torchvision. The
+    check runs in a forked process, so enter this context manager before a process group exists.
     """
     if is_part_of_lockstep(setup):
         yield list

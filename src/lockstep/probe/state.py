@@ -42,12 +42,12 @@ class ModelState:
         self.attributes: dict[str, str] = {}
         for path, module in model.named_modules():
             prefix = f"{path}." if path else ""
-            norm = isinstance(module, nn.modules.batchnorm._NormBase)  # includes InstanceNorm
-            if not (norm and type(module).__module__.startswith("torch.")):
+            is_norm = isinstance(module, nn.modules.batchnorm._NormBase)  # includes InstanceNorm
+            if not (is_norm and type(module).__module__.startswith("torch.")):
                 kind = SPECTRAL_NORM if is_spectral_norm(module) else type(module).__name__
                 for name, buffer in module.named_buffers(recurse=False):
                     self.kinds[prefix + name] = kind
-                    (self.norm_buffers if norm else self.buffers)[prefix + name] = digest_tensors([buffer])
+                    (self.norm_buffers if is_norm else self.buffers)[prefix + name] = digest_tensors([buffer])
             for name, value in _iterate_custom_attributes(module):
                 self.attributes[prefix + name] = _format_value(value, _MAX_DEPTH)
 
@@ -173,17 +173,17 @@ def _describe_changes(before: Mapping[str, str], after: Mapping[str, str]) -> di
 def _iterate_custom_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each attribute that user code has set on a module, without torch's own attributes."""
     # `forward` is included because Lockstep and other libraries wrap it on the instance.
-    registries = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "forward"}
+    torch_attributes = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "forward"}
     # The hook of spectral_norm recomputes the weight from parameters and buffers before each forward pass.
     computed = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
     for name, value in vars(module).items():
         # Internal attributes of torch, such as hook dicts and the state of fully_shard.
         is_internal = name.startswith("__") or name.endswith("_hooks") or "_hooks_" in name
-        if name not in {*registries, *computed} and not is_internal and not _lists_parameters(value):
+        if name not in {*torch_attributes, *computed} and not is_internal and not _holds_parameters(value):
             yield name, value
 
 
-def _lists_parameters(value: Any) -> bool:
+def _holds_parameters(value: Any) -> bool:
     """Return whether a value is or contains parameters of the model, such as `_flat_weights` of an RNN."""
     values = value if isinstance(value, list | tuple) else (value,)
     return any(isinstance(item, nn.Parameter) for item in values)
@@ -196,10 +196,10 @@ def _format_global(value: Any, modules: Mapping[str, ModuleType]) -> str:
     if isinstance(value, FunctionType):
         cells = [_get_cell_contents(cell) for cell in value.__closure__ or ()]
         return f"function {_format_value([vars(value), cells, value.__defaults__, value.__kwdefaults__], _MAX_DEPTH)}"
-    types = (Tensor, np.ndarray, np.generic, Generator, np.random.Generator, np.random.RandomState)
-    plain = isinstance(value, bool | int | float | complex | str | bytes | None)
-    containers = isinstance(value, Mapping | list | tuple | set | frozenset | deque | count | python_random.Random)
-    if plain or containers or isinstance(value, types) or type(value).__module__ in modules:
+    comparable_types = (Tensor, np.ndarray, np.generic, Generator, np.random.Generator, np.random.RandomState)
+    is_plain = isinstance(value, bool | int | float | complex | str | bytes | None)
+    is_container = isinstance(value, Mapping | list | tuple | set | frozenset | deque | count | python_random.Random)
+    if is_plain or is_container or isinstance(value, comparable_types) or type(value).__module__ in modules:
         return _format_value(value, _MAX_DEPTH)
     return type(value).__name__
 

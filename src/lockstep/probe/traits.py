@@ -72,15 +72,15 @@ class ModelTraits:
             if _registers_accumulator_hooks(module)
         ]
         texts += self._static_traits
-        names = {name for forward in self._call_counts for name in forward}
+        names = {name for counts in self._call_counts for name in counts}
         for name in sorted(names):
-            if any(name not in forward for forward in self._call_counts):
+            if any(name not in counts for counts in self._call_counts):
                 texts.append(
                     f"{name} is called in some forward passes and skipped in others, so ranks gather and reduce its "
                     f"weights at different times; always call it, and multiply its output by 0 to drop it"
                 )
         for name in sorted(names):
-            if (calls := max(forward[name] for forward in self._call_counts)) > 1:
+            if (calls := max(counts[name] for counts in self._call_counts)) > 1:
                 texts.append(
                     f"{name} is called {calls} times in a forward pass, so its gradients may be added in a different "
                     f"order; use strategy ddp"

@@ -3,9 +3,9 @@
 Copies to a GPU start in host memory, and memory is allocated on the NUMA node of the thread that first writes to it.
 The recipe sets the number of threads, so binding never changes the weights.
 
-torch offers this for torchrun (`torch.numa.binding`), but only as private functions. They require the program numactl,
-divide cores among the GPUs that a process sees (under Slurm often only one), and don't check whether the launcher has
-already bound the process.
+torch offers this for torchrun (`torch.numa.binding`), but only in private functions. They require the program numactl,
+divide the cores among the GPUs that a process sees (under Slurm, often only one), and don't check whether the launcher
+has already bound the process.
 """
 
 import json
@@ -52,13 +52,13 @@ def make_locality(host: str, pci_address: str, usable_cores: Cores, sysfs: Path)
     """Return the CPU locality of a rank on `host` that uses the GPU at the PCI address `pci_address`."""
     device_folder = sysfs / "bus/pci/devices" / pci_address
     # If a GPU has no NUMA node (-1), Linux reports all cores as local.
-    near = (
+    near_cores = (
         _read_cores(device_folder / "local_cpulist")
         if plainfile.read_text_or_empty(device_folder / "numa_node") not in ("", "-1")
         else frozenset()
     )
-    online = _read_cores(sysfs / "devices/system/cpu/online")
-    return CpuLocality(host, near, usable_cores, is_limited=bool(online - usable_cores))
+    online_cores = _read_cores(sysfs / "devices/system/cpu/online")
+    return CpuLocality(host, near_cores, usable_cores, is_limited=bool(online_cores - usable_cores))
 
 
 def map_to_first_siblings(cores: Cores, sysfs: Path) -> dict[int, int]:

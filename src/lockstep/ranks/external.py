@@ -41,16 +41,16 @@ def join_job(
                     raise
                 # If no rank reported a failure, for example because the link between two other hosts went down, report
                 # the error about the lost peer instead.
-                unexplained = replace(make_failure(error, rendezvous.info, rendezvous.rank_log), secondary=False)
-                rendezvous.end(heartbeat.find_cause() or unexplained)
+                own_failure = replace(make_failure(error, rendezvous.info, rendezvous.rank_log), secondary=False)
+                rendezvous.end(heartbeat.find_cause() or own_failure)
         rendezvous.leave()
 
 
 def exit_before_join(info: RankInfo, address: str, error: LockstepError) -> NoReturn:
     """End this process because of an error that was found before the rendezvous.
 
-    This rank joins the other ranks to report the error to them, and waits up to `Timing.early_failure_wait_s` seconds.
-    If all ranks found the same error, it is printed once.
+    This rank waits for the other ranks for up to `Timing.early_failure_wait_s` seconds, to report the error to them. If
+    all ranks found the same error, it is printed once.
     """
     rendezvous = Rendezvous(info, TIMING.early_failure_wait_s, _report_and_exit)
     try:

@@ -45,8 +45,8 @@ class Failure:
     def __post_init__(self) -> None:
         text = printable(self.text)
         if len(text) > _MAX_CHARS:
-            cut = f"\n... {len(text) - _MAX_CHARS:,} characters omitted ...\n"
-            text = f"{text[: _MAX_CHARS // 2]}{cut}{text[-(_MAX_CHARS // 2) + len(cut) :]}"
+            omission = f"\n... {len(text) - _MAX_CHARS:,} characters omitted ...\n"
+            text = f"{text[: _MAX_CHARS // 2]}{omission}{text[-(_MAX_CHARS // 2) + len(omission) :]}"
         object.__setattr__(self, "text", text)
         object.__setattr__(self, "host", printable_line(self.host))
         object.__setattr__(self, "log", printable_line(self.log))
@@ -95,17 +95,17 @@ def parse_failure(value: Any) -> Failure:
 
 
 def make_failure(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failure:
-    """Return the failure that an exception of this rank causes.
+    """Return the failure to report for an exception on this rank.
 
-    If the exception means that a process was lost or that too many files were open, its traceback is written to the log
-    instead of the message.
+    If the exception means that a process was lost or that too many files were open, its traceback is written to the
+    log, and isn't part of the message.
     """
     known_error = find_open_files_error(error) or find_loader_error(error) or find_peer_error(error)
     if known_error is not None:
         rank_log.write_to_log("".join(traceback.format_exception(error)))
         error = known_error
     # torch raises OutOfMemoryError if device memory is exhausted.
-    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    is_out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     error = convert_user_error(error) or error
     secondary = isinstance(error, PeerLostError | PeerFailedError)
     code = error.exit_code if isinstance(error, LockstepError) else EXIT_FAILED
@@ -115,7 +115,7 @@ def make_failure(error: BaseException, info: RankInfo, rank_log: RankLog) -> Fai
     text = (
         error.terminal_text if isinstance(error, LockstepError) else "".join(traceback.format_exception(error)).rstrip()
     )
-    cause: Cause = "host" if memory else error.cause if isinstance(error, LockstepError) else "code"
+    cause: Cause = "host" if is_out_of_memory else error.cause if isinstance(error, LockstepError) else "code"
     return Failure(info.rank, info.size, rank_log.host, text, code, secondary, log, time.time(), wrong, cause)
 
 

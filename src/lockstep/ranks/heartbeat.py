@@ -79,8 +79,8 @@ class Heartbeat:
 
     def __init__(self, rendezvous: Rendezvous, lost_after_s: float) -> None:
         self._rendezvous = rendezvous
-        self._beat_s, self._silent_polls = rendezvous.timing.beat_s, rendezvous.timing.max_missed_beats
-        self._lost_polls = max(self._silent_polls, round(lost_after_s / self._beat_s))
+        self._beat_s, self._polls_until_silent = rendezvous.timing.beat_s, rendezvous.timing.max_missed_beats
+        self._polls_until_lost = max(self._polls_until_silent, round(lost_after_s / self._beat_s))
         rank, size = rendezvous.info.rank, rendezvous.info.size
         self._watched_ranks = get_watched_ranks(rank, size)
         self._beats: dict[int, Beat] = {}  # the last heartbeat of each rank
@@ -110,23 +110,26 @@ class Heartbeat:
                 )
 
     def find_cause(self) -> Failure | None:
-        """Return the failure that caused a collective to fail, or None if no cause is found within a few heartbeats."""
+        """Return the failure that caused a collective to fail, or None if none is found within a few heartbeats."""
         extra_beats = 2 if self._rendezvous.info.rank == 0 else 4  # other ranks usually learn of a failure from rank 0
         if self._rendezvous.info.size > 1 + _NUM_CHILDREN:  # the lost rank may be one that this rank doesn't watch
             peers = [peer for peer in range(self._rendezvous.info.size) if peer != self._rendezvous.info.rank]
             self._polls_since_beat = {**dict.fromkeys(peers, 0), **self._polls_since_beat}
             self._watched_ranks = peers
-        first_poll, deadline = self._poll_count, time.monotonic() + (self._silent_polls + extra_beats) * self._beat_s
+        first_poll, deadline = (
+            self._poll_count,
+            time.monotonic() + (self._polls_until_silent + extra_beats) * self._beat_s,
+        )
         while self._failed is None and time.monotonic() < deadline:
             time.sleep(self._beat_s / 5)
-            if lost := self._find_lost_ranks(self._silent_polls):
+            if lost := self._find_lost_ranks(self._polls_until_silent):
                 return self._make_loss_failure(lost)
         if self._failed:
             return replace(self._failed, secondary=True)
         return (
             None
-            if self._poll_count - first_poll >= self._silent_polls
-            else self._make_store_failure(self._silent_polls)
+            if self._poll_count - first_poll >= self._polls_until_silent
+            else self._make_store_failure(self._polls_until_silent)
         )
 
     def _heartbeat_loop(self) -> None:
@@ -153,7 +156,7 @@ class Heartbeat:
                 if all(rank in self._beats and self._beats[rank].left for rank in self._watched_ranks):
                     self._stop_event.set()  # there is no running rank left to watch
                 if self._failed is None and all(
-                    missed < self._silent_polls for missed in self._polls_since_beat.values()
+                    missed < self._polls_until_silent for missed in self._polls_since_beat.values()
                 ):
                     self._kill_detector.record_healthy()
                 self._failed = self._failed or self._rendezvous.get_first_failure(store)
@@ -178,14 +181,18 @@ class Heartbeat:
                 beats_since_failure += 1
                 if beats_since_failure >= self._rendezvous.timing.notice_timeout_s / self._beat_s:
                     self._rendezvous.end(replace(self._failed, secondary=True))
-            elif stuck_beats >= self._lost_polls:
+            elif stuck_beats >= self._polls_until_lost:
                 self._rendezvous.end(self._make_store_failure(stuck_beats))
-            elif lost_ranks := self._find_lost_ranks(self._lost_polls):
+            elif lost_ranks := self._find_lost_ranks(self._polls_until_lost):
                 self._rendezvous.end(self._make_loss_failure(lost_ranks))
 
     def _find_lost_ranks(self, num_polls: int) -> list[int]:
-        """Return the silent ranks whose process no longer exists, or is in an unknown state after `num_polls` polls."""
-        silent = [rank for rank, missed in self._polls_since_beat.items() if missed >= self._silent_polls]
+        """Return the silent ranks that are lost.
+
+        A silent rank is lost if its process no longer exists, or if its process is in an unknown state and hasn't sent
+        a heartbeat for `num_polls` polls.
+        """
+        silent = [rank for rank, missed in self._polls_since_beat.items() if missed >= self._polls_until_silent]
         states = {rank: process_state.get_state(self._get_last_beat(rank).process) for rank in silent}
         overdue = {rank for rank in silent if self._polls_since_beat[rank] >= num_polls}
         return [rank for rank in silent if states[rank] == "gone" or (states[rank] == "unknown" and rank in overdue)]

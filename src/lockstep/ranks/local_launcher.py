@@ -1,7 +1,7 @@
 """Starts the processes of a run on this machine. If a process fails, ends all processes and reports the first failure.
 
-The launching process is called the agent. It requires no network port and no folder: the workers use an unnamed file,
-which the agent keeps open, as their rendezvous store, and gloo only listens on the loopback interface (comm/world.py).
+The launching process is called the agent. It requires no network port and no folder: the rendezvous store of the
+workers is an unnamed file that the agent keeps open, and gloo only listens on the loopback interface (comm/world.py).
 Each worker reports its result or failure through a pipe.
 """
 
@@ -49,7 +49,7 @@ class WorkerExit:
     - `exit_code`: the exit code, or -N if signal N killed the process.
     - `time`: when the agent noticed the exit, in seconds since 1970.
     - `reported_code`: the exit code that the worker reported after completing its work.
-    - `failure`: the failure that the worker reported instead.
+    - `failure`: the failure that the worker reported, if it didn't complete its work.
 
     If the worker was killed or called os._exit, `reported_code` and `failure` are None.
     """
@@ -82,7 +82,7 @@ def run_workers(
 
     Signals that stop a run are forwarded to the workers. A worker that uses StopRequest continues to the next step
     boundary. All other workers end immediately. A second SIGINT kills all workers. Only the first failure is printed,
-    without the failures of workers that lost a peer as a result.
+    not the failures of workers that lost a peer as a result.
     """
     check_loopback(timing)
     workers = _Workers(timing)
@@ -92,15 +92,15 @@ def run_workers(
         # Stop the workers before the file is closed, because a worker waits forever for a file that doesn't exist.
         stack.callback(workers.stop)
         for rank in range(num_processes):
-            earlier = len(received)
+            num_earlier_signals = len(received)
             workers.start(rank, method, partial(_run_worker, worker, rank, num_processes, address, timeout_s, timing))
             # Forward the signals that arrived while the worker was starting, because they didn't reach it.
-            for number in received[earlier:]:
+            for number in received[num_earlier_signals:]:
                 workers.send_signal(number, rank)
         exits = workers.watch()
         first = find_first_failure(exits)
         if first is None:
-            return max(end.reported_code or 0 for end in exits)
+            return max(worker_exit.reported_code or 0 for worker_exit in exits)
         if -first.exit_code in received:
             return _report_signal(-first.exit_code)
         failure = first.failure or _make_unreported_failure(
@@ -118,9 +118,14 @@ def find_first_failure(exits: Sequence[WorkerExit]) -> WorkerExit | None:
 
     Workers that ended because they lost a peer are only considered if no other worker failed.
     """
-    failed_exits = [end for end in exits if end.reported_code is None]
+    failed_exits = [worker_exit for worker_exit in exits if worker_exit.reported_code is None]
     return min(
-        failed_exits, key=lambda end: (end.secondary, end.failure.time if end.failure else end.time), default=None
+        failed_exits,
+        key=lambda worker_exit: (
+            worker_exit.secondary,
+            worker_exit.failure.time if worker_exit.failure else worker_exit.time,
+        ),
+        default=None,
     )
 
 
@@ -146,7 +151,7 @@ class _WorkerProcess:
     exit_descriptor: int  # file descriptor, readable once the process has ended
     pipe: Connection
     worker_exit: WorkerExit | None = None
-    peak_bytes: int = 0  # resident memory in bytes
+    peak_bytes: int = 0  # peak resident memory
 
 
 @final
@@ -178,8 +183,8 @@ class _Workers:
     def watch(self) -> list[WorkerExit]:
         """Wait until all workers have ended or the first failure is known. Returns the exits of all ended workers.
 
-        If a worker only ended because it lost a peer, this method waits up to `first_failure_wait_s` for the worker
-        that failed first.
+        If a worker only ended because it lost a peer, this method waits up to `first_failure_wait_s` seconds for
+        the exit of the worker that failed first.
         """
         deadline = float("inf")
         while running := [worker for worker in self._workers if worker.worker_exit is None]:
@@ -316,7 +321,7 @@ def _make_unreported_failure(
 
 
 def _report_signal(signal_number: int) -> int:
-    """Print the name of the signal that ended the run. Returns the exit code 128 + `signal_number`, as shells do."""
+    """Print the name of the signal that ended the run. Returns the exit code that shells use: 128 + `signal_number`."""
     print(f"ended by {signal.Signals(signal_number).name}", file=sys.stderr)
     return 128 + signal_number
 
@@ -343,19 +348,19 @@ def _relay_signals(workers: _Workers) -> Iterator[list[int]]:
     """Forward signals that stop a run to the workers during the `with` block. Yields the list of received signals."""
     received: list[int] = []
     interrupts = InterruptCount()
-    agent = os.getpid()
+    agent_pid = os.getpid()
 
     def relay(signal_number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != agent:  # a forked worker that hasn't installed its own handlers yet
+        if os.getpid() != agent_pid:  # a forked worker that hasn't installed its own handlers yet
             signal.signal(signal_number, signal.SIG_DFL)
             os.kill(os.getpid(), signal_number)
         received.append(signal_number)
-        kills = signal_number == signal.SIGINT and interrupts.is_second()
+        kills_workers = signal_number == signal.SIGINT and interrupts.is_second()
         # Don't exit while a worker is being started, because that worker would keep running. Besides, Python ignores
-        # the exception if this handler runs in an at-fork callback.
-        if not workers.send_signal(signal.SIGKILL if kills else signal_number) and not workers.is_starting:
+        # a SystemExit that is raised in an at-fork callback, which this handler may interrupt.
+        if not workers.send_signal(signal.SIGKILL if kills_workers else signal_number) and not workers.is_starting:
             raise SystemExit(_report_signal(signal_number))
-        if kills:
+        if kills_workers:
             os._exit(EXIT_INTERRUPTED)
 
     previous = {number: signal.signal(number, relay) for number in get_stop_signals()}

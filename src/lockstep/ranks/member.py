@@ -43,7 +43,7 @@ def end_process(rendezvous: Rendezvous, failure: Failure, report: Callable[[Rend
 def run_with_timeout(timeout_s: float, function: Callable[[], T]) -> T | None:
     """Call `function` in a thread and return its result.
 
-    If it takes longer than `timeout_s`, this function returns None, and the thread keeps running.
+    If the call takes longer than `timeout_s` seconds, this function returns None, and the thread keeps running.
     """
     replies: list[T] = []
     worker = threading.Thread(target=lambda: replies.append(function()), daemon=True)

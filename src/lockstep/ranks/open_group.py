@@ -15,7 +15,7 @@ from lockstep.common.rank import RankInfo
 from lockstep.errors import UsageError
 
 LAUNCHER: Final = "process group"
-_HOST: Final = "lockstep host"
+_HOST_KEY: Final = "lockstep host"
 _ADVICE: Final = (
     "remove init_process_group and start the script with torchrun or lockstep launch, or open the group with "
     "init_method='tcp://HOST:PORT' or 'env://'"
@@ -28,18 +28,18 @@ def find_rank_in_open_group() -> RankInfo | None:
     All ranks of the group must call this function. Raises UsageError if the store of the group isn't a TCPStore,
     because the ranks can't rendezvous in it.
     """
-    group = get_process_group_rank()
-    if group is None or group[1] == 1:
+    rank_and_size = get_process_group_rank()
+    if rank_and_size is None or rank_and_size[1] == 1:
         return None
-    rank, size = group
+    rank, size = rank_and_size
     store, base_store = _get_stores()
     if not isinstance(base_store, dist.TCPStore):  # type: ignore[attr-defined]
         raise UsageError(
             f"lockstep.join: this process is rank {rank} of {size} in an open process group that uses a "
             f"{type(base_store).__name__}, but Lockstep requires a TCPStore; {_ADVICE}"
         )
-    store.set(f"{_HOST} {rank}", socket.gethostname())
-    hosts = [store.get(f"{_HOST} {peer}").decode() for peer in range(size)]
+    store.set(f"{_HOST_KEY} {rank}", socket.gethostname())
+    hosts = [store.get(f"{_HOST_KEY} {peer}").decode() for peer in range(size)]
     ranks_on_host = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
     return RankInfo(
         rank,

@@ -49,8 +49,8 @@ class RankLog:
     def capture(self, path: Path) -> Iterator[TextIO]:
         """Redirect the output of this process to the file `path` during the `with` block. Yields the file.
 
-        On rank 0, the output of Python code is copied to the file. On all other ranks, the entire output only goes to
-        the file, including the output of native libraries. If a process crashes in native code, its stack is written to
+        On rank 0, the output of Python code is copied to the file. On all other ranks, the entire output, including
+        that of native libraries, goes to the file only. If a process crashes in native code, its stack is written to
         standard error, which is the terminal on rank 0 and the file on all other ranks. The file is opened for
         appending. If writing to the file fails, for example because the disk is full, the run continues, and a warning
         at the end reports that the log has gaps.
@@ -69,7 +69,7 @@ class RankLog:
 
 
 @final
-class _UnfailingStream(io.TextIOBase, TextIO):
+class _ErrorIgnoringStream(io.TextIOBase, TextIO):
     """An unbuffered output stream that ignores errors."""
 
     encoding = "utf-8"
@@ -175,7 +175,10 @@ def ignore_terminal_errors() -> Iterator[None]:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, AttributeError):  # a stream is None if its descriptor was closed
             stream.flush()
-    with redirect_stdout(_make_unfailing(sys.stdout, _STDOUT)), redirect_stderr(_make_unfailing(sys.stderr, _STDERR)):
+    with (
+        redirect_stdout(_make_error_ignoring_stream(sys.stdout, _STDOUT)),
+        redirect_stderr(_make_error_ignoring_stream(sys.stderr, _STDERR)),
+    ):
         yield
 
 
@@ -213,14 +216,14 @@ def _redirect_output(log: _Log) -> Iterator[None]:
             os.close(copy)
 
 
-def _make_unfailing(stream: TextIO | None, descriptor: int) -> TextIO:
+def _make_error_ignoring_stream(stream: TextIO | None, descriptor: int) -> TextIO:
     """Return an output stream with the descriptor of `stream` that ignores errors.
 
     A stream without a descriptor, as in a notebook, is returned unchanged. If `stream` is None, `descriptor` is used.
     """
     if stream is None:
-        return _UnfailingStream(descriptor)
-    return _UnfailingStream(stream.fileno()) if _has_descriptor(stream) else stream
+        return _ErrorIgnoringStream(descriptor)
+    return _ErrorIgnoringStream(stream.fileno()) if _has_descriptor(stream) else stream
 
 
 def _has_descriptor(stream: TextIO) -> bool:

@@ -71,7 +71,8 @@ class Rendezvous:
     - `store`: the store that the ranks share, or None if the run has a single rank.
     - `hosts`: the host name of each rank.
     - `_end`: ends the process immediately, in the way that its launcher requires.
-    - `get_status`: returns the status of this rank, from any thread. The code that runs the rank replaces it.
+    - `get_status`: returns the status of this rank, and can be called from any thread. The code that runs the rank
+      replaces this function.
     - `secret`: if set, ranks sign the values that they write to the store.
     """
 
@@ -94,7 +95,7 @@ class Rendezvous:
         self.hosts: tuple[str, ...] = (self.rank_log.host,)
 
     def compare(self, rank_info: Mapping[str, Any]) -> None:
-        """Check that `rank_info` are the same on all ranks. All ranks must call this method.
+        """Check that the values in `rank_info` are the same on all ranks. All ranks must call this method.
 
         Raises RanksDifferError on all ranks if the values of any rank differ from those of rank 0. The values must be
         JSON-compatible.
@@ -192,7 +193,7 @@ class Rendezvous:
         self._end(self, failure)
 
     def leave(self) -> None:
-        """Record that this rank no longer needs the store. The rank that hosts the store waits briefly for the rest."""
+        """Record that this rank no longer needs the store. The rank that hosts it waits briefly for the other ranks."""
         if self.store is None:
             return
         deadline = time.monotonic() + self.timing.linger_s
@@ -206,7 +207,7 @@ class Rendezvous:
         """Rendezvous with the other ranks at the address `requested_address`: env://, tcp://HOST:PORT or file:///PATH.
 
         All ranks must call this method before any other method. On a timeout, the error names the missing ranks. Raises
-        UsageError if the port is in use. If the launcher can restart the host of this rank separately, the rank may
+        UsageError if the port is in use. If the launcher can restart the ranks of a host separately, this rank may
         arrive while the previous start of the run is still ending. In this case, it waits and joins the next start.
         """
         if self.info.size == 1:
@@ -236,12 +237,12 @@ class Rendezvous:
                 self.store = None
 
     def _register_ranks(self, base_store: JobStore) -> None:
-        name = uuid.uuid4().hex
-        self.store = base_store.with_prefix(name)
+        start_id = uuid.uuid4().hex
+        self.store = base_store.with_prefix(start_id)
         registrations = {0: self._make_registration()}
         self.store.set("here 0", registrations[0])
-        base_store.set(_START, name)
-        for _ in self._poll(lambda: self._find_missing("here"), self.timing.report_missing_s):
+        base_store.set(_START, start_id)
+        for _ in self._poll(lambda: self._find_missing_ranks("here"), self.timing.report_missing_s):
             for rank in set(range(1, self.info.size)) - registrations.keys():
                 if self.store.has(f"here {rank}"):
                     registrations[rank] = self.store.read(f"here {rank}", _parse_registration)
@@ -251,15 +252,17 @@ class Rendezvous:
         self.hosts = tuple(registrations[rank]["host"] for rank in range(self.info.size))
         self.store.set(_BEGIN, {"size": self.info.size, "hosts": self.hosts}, MAX_LONG_VALUE_BYTES)
 
-    def _join_start(self, base_store: JobStore, late_s: float) -> None:
+    def _join_start(self, base_store: JobStore, max_delay_s: float) -> None:
         """Register under the ID of this start of the run, and wait for `begin`.
 
-        Rank 0 may start up to `late_s` seconds after this rank.
+        Rank 0 may start up to `max_delay_s` seconds after this rank.
         """
-        stale: set[str] = set()
+        stale_ids: set[str] = set()
         current_id, wait_until, is_over = "", 0.0, False
-        trust_after = time.monotonic() + late_s
-        for _ in self._poll(lambda: self._find_missing("here") if self.store else [0], self.timing.report_missing_s):
+        trust_after = time.monotonic() + max_delay_s
+        for _ in self._poll(
+            lambda: self._find_missing_ranks("here") if self.store else [0], self.timing.report_missing_s
+        ):
             start_id = current_id
             if base_store.has(_START):
                 try:
@@ -267,20 +270,20 @@ class Rendezvous:
                 except UntrustedError:  # until rank 0 starts, the store may contain the ID of a different job
                     if self.store is None and time.monotonic() >= trust_after:
                         raise
-            if start_id not in {current_id, *stale}:
-                part = base_store.with_prefix(start_id)
+            if start_id not in {current_id, *stale_ids}:
+                start_store = base_store.with_prefix(start_id)
                 # If the ranks with this ID have already begun or failed, this process isn't one of them.
-                is_over = part.has(_BEGIN) or self.get_first_failure(part) is not None
-                if part.add(f"came {self.info.rank}", 1) > 1:
-                    if not late_s and not self.info.restarted_separately:
+                is_over = start_store.has(_BEGIN) or self.get_first_failure(start_store) is not None
+                if start_store.add(f"came {self.info.rank}", 1) > 1:
+                    if not max_delay_s and not self.info.restarted_separately:
                         raise UsageError(
                             f"rendezvous: another process has already joined as rank {self.info.rank}; "
                             f"{ANOTHER_RUN_HINT}"
                         )
-                    stale.add(start_id)
+                    stale_ids.add(start_id)
                     continue
-                current_id, self.store = start_id, part
-                wait_until = time.monotonic() + late_s if is_over else 0.0
+                current_id, self.store = start_id, start_store
+                wait_until = time.monotonic() + max_delay_s if is_over else 0.0
                 self.store.set(f"here {self.info.rank}", self._make_registration())
             if self.store is None or time.monotonic() < wait_until:
                 continue
@@ -311,7 +314,7 @@ class Rendezvous:
     def _wait_for_key(self, key: str, prefix: str) -> None:
         """Wait until `key` is set. On a timeout, the error names the ranks that haven't set `prefix RANK`."""
         assert self.store is not None
-        for _ in self._poll(lambda: self._find_missing(prefix), self.timing.report_missing_rank_0_s):
+        for _ in self._poll(lambda: self._find_missing_ranks(prefix), self.timing.report_missing_rank_0_s):
             if self._is_set(key):
                 return
 
@@ -324,7 +327,7 @@ class Rendezvous:
             raise PeerFailedError(failure)
         return is_set
 
-    def _find_missing(self, prefix: str) -> list[int]:
+    def _find_missing_ranks(self, prefix: str) -> list[int]:
         assert self.store is not None
         missing = [rank for rank in range(self.info.size) if not self.store.has(f"{prefix} {rank}")]
         return [rank for rank in missing if rank != self.info.rank] or [0]
@@ -337,7 +340,7 @@ class Rendezvous:
         except RuntimeError as error:
             first, *_ = *str(error).splitlines(), type(error).__name__
             raise PeerLostError(
-                f"lost {_describe_host(self.info)}, which hosts the rendezvous store ({first})"
+                f"lost {_describe_store_host(self.info)}, which hosts the rendezvous store ({first})"
             ) from error
 
     def _poll(self, find_missing: Callable[[], list[int]], first_report_s: float) -> Iterator[None]:
@@ -358,7 +361,11 @@ class Rendezvous:
         # Time out later than rank 0, because its error names the missing ranks.
         timeout_s = self.timeout_s + self.timing.linger_s
         return poll(
-            timeout_s, self.timing, describe_missing, report if _reports_missing(self.info) else None, first_report_s
+            timeout_s,
+            self.timing,
+            describe_missing,
+            report if _reports_missing_rank_0(self.info) else None,
+            first_report_s,
         )
 
 
@@ -470,17 +477,20 @@ def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_stor
         except RuntimeError as error:
             answers.put(error)
 
-    def missing() -> str:
-        return f"{_describe_host(info)} at {host}:{port} ({reason})"
+    def describe_missing() -> str:
+        return f"{_describe_store_host(info)} at {host}:{port} ({reason})"
 
     connector = threading.Thread(target=connect, daemon=True)
     deadline, last_resolved_time = inf, time.monotonic()
     for _ in poll(
-        rendezvous.timeout_s, timing, missing, rendezvous.rank_log.write_line if _reports_missing(info) else None
+        rendezvous.timeout_s,
+        timing,
+        describe_missing,
+        rendezvous.rank_log.write_line if _reports_missing_rank_0(info) else None,
     ):
         if time.monotonic() > deadline:
             raise UsageError(
-                f"timed out after {timing.late_timeout_s:.0f} s waiting for {missing()}; {ANOTHER_RUN_HINT}"
+                f"timed out after {timing.late_timeout_s:.0f} s waiting for {describe_missing()}; {ANOTHER_RUN_HINT}"
             )
         if not connector.ident:
             try:
@@ -508,7 +518,7 @@ def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_stor
     raise AssertionError  # unreachable, because poll raises an error
 
 
-def _reports_missing(info: RankInfo) -> bool:
+def _reports_missing_rank_0(info: RankInfo) -> bool:
     """Return whether this rank is responsible for reporting that rank 0 is missing.
 
     This is one rank on each host, or every rank if the ranks were started manually.
@@ -517,5 +527,5 @@ def _reports_missing(info: RankInfo) -> bool:
     return info.local_rank == int(on_host_of_rank_0) or info.launcher == "environment"
 
 
-def _describe_host(info: RankInfo) -> str:
+def _describe_store_host(info: RankInfo) -> str:
     return "torchrun's agent" if info.hosted and info.launcher == "torchrun" else "rank 0"

@@ -31,8 +31,8 @@ from lockstep.ranks.job_store import JobStore, UntrustedError, parse_fields, par
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import Phase, RankStatus
 
-_REPORT_LINES: Final = 8  # number of stack lines of a late rank in a report
-_SENT_LINES: Final = 100  # maximum number of stack lines that a rank sends
+_REPORT_LINES: Final = 8  # number of stack lines that a report shows for a late rank
+_MAX_SENT_LINES: Final = 100  # maximum number of stack lines that a rank sends
 
 _LOCKSTEP_PREFIX: Final = "lockstep/"
 _TORCH_PREFIX: Final = "torch/distributed/"
@@ -73,7 +73,7 @@ class ThreadState:
 
     @property
     def description(self) -> str:
-        """The status, and the innermost line of Lockstep outside the modules that wait for other ranks."""
+        """The status, and the innermost stack line of Lockstep outside the modules that wait for other ranks."""
         own_lines = [line for line in self.stack if line.startswith(_LOCKSTEP_PREFIX)]
         outside_waits = [line for line in own_lines if not line.startswith(_WAIT_MODULES)]
         return f"{self.status.description}, {(outside_waits or own_lines or self.stack)[-1]}"
@@ -87,7 +87,7 @@ class StallDetector:
     - `on_report`: called with the report, on a background thread of the rank that detected the stall. The query is
       repeated for as long as no rank makes progress.
     - `write_record`: writes the Flight Recorder dump of this rank and returns its path, or "" if there is no dump.
-    - `waits_on_device`: set if the device waits for other ranks instead of this thread. This only applies after setup.
+    - `waits_on_device`: set if the device, not this thread, waits for other ranks. This only applies after setup.
     - `late_ranks`: after a report, the ranks that the other ranks wait for.
     """
 
@@ -102,7 +102,7 @@ class StallDetector:
     def __post_init__(self) -> None:
         self._rank, self._size = self.rendezvous.info.rank, self.rendezvous.info.size
         self._timing = self.rendezvous.timing
-        self._watched = threading.get_ident()
+        self._watched_thread = threading.get_ident()
         self._stop_event = threading.Event()
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._watch, self._answer)]
 
@@ -135,7 +135,7 @@ class StallDetector:
                 last_change = time.monotonic()
 
     def _query_ranks(self, state: ThreadState, waited_s: float) -> None:
-        """Query the state of all ranks, and report the answers. A no-op if a different rank has sent this query."""
+        """Query the state of all ranks, and report the answers. A no-op if another rank has already sent this query."""
         query = self._next_query
         with suppress(RuntimeError):  # raised if the store is gone, which the heartbeat reports
             store = self._connect()
@@ -162,14 +162,14 @@ class StallDetector:
         with suppress(RuntimeError):
             store = self._connect()
             while not self._stop_event.wait(self._pause_s):
-                if store.has(_get_query_key(self._next_query)) and self._is_queried(store):
+                if store.has(_get_query_key(self._next_query)) and self._is_query_trusted(store):
                     state = self._read_thread_state()  # read this first, because `write_record` takes a while
                     answer = {"host": self.rendezvous.rank_log.host, **asdict(state), "record": self.write_record()}
-                    answer["stack"] = state.stack[-_SENT_LINES:]
+                    answer["stack"] = state.stack[-_MAX_SENT_LINES:]
                     store.set(_get_answer_key(self._next_query, self._rank), answer)
                     self._next_query += 1
 
-    def _is_queried(self, store: JobStore) -> bool:
+    def _is_query_trusted(self, store: JobStore) -> bool:
         """Return whether the query comes from a rank of this job."""
         with suppress(UntrustedError):
             return store.read(_get_query_key(self._next_query), parse_int) == self._next_query
@@ -185,7 +185,7 @@ class StallDetector:
         return self.rendezvous.store.clone()
 
     def _read_thread_state(self) -> ThreadState:
-        frame = sys._current_frames().get(self._watched)
+        frame = sys._current_frames().get(self._watched_thread)
         summary = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)  # innermost first
         files = [_make_relative_name(frame_summary.filename) for frame_summary in summary]
         own_file = next((file for file in files if file.startswith(_LOCKSTEP_PREFIX)), "")
@@ -239,7 +239,7 @@ def find_late_ranks(answers: Mapping[int, tuple[str, ThreadState]], size: int) -
 
 
 def _get_role(state: ThreadState, max_step: int) -> _Role:
-    """Return the role of a rank in a stall. `max_step` is the highest number of completed steps of any rank."""
+    """Return the role of a rank in a stall. `max_step` is the most steps that any rank has completed."""
     if state.waits is None:
         return "is behind" if state.status.step < max_step else "computes or waits"
     return "waits" if state.waits else "is late"

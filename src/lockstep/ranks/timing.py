@@ -27,7 +27,7 @@ class Timing:
     late_timeout_s: float = 30.0
     # Time until an unknown host name is an error. The host name of a container may be unknown until the container runs.
     unknown_host_timeout_s: float = 10.0
-    # Time for which the rank that hosts the store waits at the end for ranks that still have to read from the store.
+    # How long the rank that hosts the store waits at the end for ranks that still have to read from the store.
     linger_s: float = 5.0
 
     # Heartbeat interval. It is short enough to report a killed rank quickly, and the load on the store is negligible.
@@ -42,11 +42,11 @@ class Timing:
     # is released, which takes seconds for many GB. On a shared host, older kills may belong to other jobs.
     oom_window_s: float = 10.0
 
-    # If a rank of an external launcher finds an error before the rendezvous, time for which it waits for the other
-    # ranks, to report the error to them.
+    # How long a rank that finds an error before the rendezvous waits for the other ranks, to report the error to them.
+    # Only applies to external launchers.
     early_failure_wait_s: float = 4.0
     # Timeouts when a rank of an external launcher ends: for reporting its failure, for leaving the job, and for both
-    # together. Each may hang, for example if the process that hosts the store is gone, or if a terminal is stopped.
+    # together. Either step may hang, for example if the process that hosts the store is gone or a terminal is stopped.
     report_timeout_s: float = 2.0
     leave_timeout_s: float = 6.0
     end_timeout_s: float = 10.0
@@ -54,7 +54,7 @@ class Timing:
     # Interval at which the local launcher reads the memory use of its ranks. If a rank ends, the launcher wakes up
     # immediately.
     watch_s: float = 0.5
-    # If a rank ended because it lost a peer, time for which the local launcher waits for the rank that failed first.
+    # How long the local launcher waits for the rank that failed first, if another rank ended because it lost a peer.
     first_failure_wait_s: float = 2.0
     # Time from SIGTERM to SIGKILL after a rank has failed. It is enough to finish writing a log, but not a checkpoint.
     sigkill_delay_s: float = 5.0

@@ -2,8 +2,8 @@
 
 All numbers are 64-bit little-endian integers. The file starts with b"lockstep" and the version of the format. Records
 of 16 bytes follow, ordered by step. A record consists of the number of completed updates and the digest. The highest
-bit of the first number is set if the digest is of weights. A resumed run first removes the records of steps that it
-repeats.
+bit of the first number is set if it is a digest of weights. A resumed run first removes the records of the steps that
+it repeats.
 """
 
 import os

@@ -113,7 +113,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class LastStart:
-    """The state of a run folder after the previous start of the run: result.json, and the size of events.jsonl."""
+    """What the previous start of a run left in the run folder: result.json, and the size of events.jsonl."""
 
     result: bytes | None
     num_event_bytes: int
@@ -125,7 +125,7 @@ class LastStart:
         return cls(result.read_bytes() if result.exists() else None, events.stat().st_size if events.exists() else 0)
 
     def is_rejected_start(self, folder: Path, failure: Failure) -> bool:
-        """Return whether a failure is a usage error, and this start of the run hasn't written an event yet."""
+        """Return whether a failure is a usage error that ended this start of the run before it wrote an event."""
         return failure.cause == "usage" and LastStart.read(folder).num_event_bytes <= self.num_event_bytes
 
 
@@ -153,18 +153,18 @@ def hold_run_folder(
             print_message(note)
         path = rendezvous.broadcast_text(str(claim.checkpoint or "") if claim else "")
         folder = rendezvous.broadcast_text(str(claim.folder) if claim else "")
-        done = rendezvous.broadcast_text(claim.done_message if claim else "")
+        done_message = rendezvous.broadcast_text(claim.done_message if claim else "")
         if claim:
             rendezvous.write_failure = claim.write_failure
             if (context := WORKER_CONTEXT.get()) is not None and context.on_claim is not None:
                 context.on_claim(claim.folder)
-        start = RunStart(Path(folder), Path(path) if path else None, done)
+        start = RunStart(Path(folder), Path(path) if path else None, done_message)
         if location is not None and is_url(location):
             start_id = rendezvous.broadcast_text(claim.remote.start_id if claim and claim.remote else "")
             checkpoint = start.checkpoint  # with run.resume, it can be in a different run
             name = checkpoint.name if checkpoint and checkpoint.parent.parent == start.folder else ""
             own_folder, own_checkpoint = remote.join_folder(location, start_id, name)
-            start = RunStart(own_folder, own_checkpoint or checkpoint, done)
+            start = RunStart(own_folder, own_checkpoint or checkpoint, done_message)
             with remote.upload_logs(location, start_id):
                 yield start
         else:
@@ -263,10 +263,10 @@ def record_environment(
     - `communication`: How the ranks communicate tensors.
     - `first_weights`: The initial weights, if they don't come from the seed.
     """
-    placed = {"source": dict(source), "cores": list(cores), "exchange": dict(communication)}
-    placed |= {"first weights": dict(first_weights)} if first_weights else {}
+    run_info = {"source": dict(source), "cores": list(cores), "exchange": dict(communication)}
+    run_info |= {"first weights": dict(first_weights)} if first_weights else {}
     _write_text(
-        folder / ENVIRONMENT, json.dumps(machine.describe_environment() | placed, indent=1, sort_keys=True) + "\n"
+        folder / ENVIRONMENT, json.dumps(machine.describe_environment() | run_info, indent=1, sort_keys=True) + "\n"
     )
 
 

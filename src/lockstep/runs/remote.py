@@ -130,22 +130,22 @@ class Mirror:
         Only one thread or process can be in its `with` block at a time. The others wait or, if `wait` is False, get
         None.
         """
-        own = get_storage_folder(self.url)
+        storage_folder = get_storage_folder(self.url)
         with (
             as_host_errors(f"{self.folder}: not uploaded"),
-            lock_file(own / "upload-lock", wait=wait) as acquired,
+            lock_file(storage_folder / "upload-lock", wait=wait) as acquired,
         ):
             if not acquired:
                 yield None
                 return
             storage = open_storage(self.url)
-            remote_lock.check(storage, str(_read_record(own / _CLAIM).get("start_id", "")))
+            remote_lock.check(storage, str(_read_record(storage_folder / _CLAIM).get("start_id", "")))
             with convert_os_error(HostError, f"{self.url}: not uploaded"):
                 yield storage
 
     def _sync(self, storage: Storage, *, merge: bool) -> None:
-        own = get_storage_folder(self.url)
-        record = _read_record(own / _SYNCED)
+        storage_folder = get_storage_folder(self.url)
+        record = _read_record(storage_folder / _SYNCED)
         try:
             files = record.setdefault("files", {})
             for name in _list_files_to_upload(self.folder):
@@ -160,40 +160,40 @@ class Mirror:
             # Upload the events last, because a run folder with events must also contain a config.yaml.
             self._sync_events(storage, record, merge)
         finally:
-            durable.replace(own / _SYNCED, json.dumps(record).encode())
+            durable.replace(storage_folder / _SYNCED, json.dumps(record).encode())
 
     def _sync_events(self, storage: Storage, record: _Record, merge: bool) -> None:
-        """Upload the events since the last call. `record` has the size of the uploaded log, and the number of parts."""
+        """Upload the events since the last call. `record` has the size of the uploaded log and its number of parts."""
         path = self.folder / EVENTS
-        size, parts = int(record.get("events", 0)), int(record.get("parts", 0))
+        uploaded_bytes, parts = int(record.get("events", 0)), int(record.get("parts", 0))
         try:
             with plainfile.open_reader(path) as file:
                 length = os.fstat(file.fileno()).st_size
-                file.seek(min(size, length))
-                new = file.read()
+                file.seek(min(uploaded_bytes, length))
+                new_events = file.read()
         except FileNotFoundError:
             return
-        new = new[: new.rfind(b"\n") + 1]
-        if length < size or ((merge or parts >= _MAX_PARTS) and (parts or new)):
+        new_events = new_events[: new_events.rfind(b"\n") + 1]
+        if length < uploaded_bytes or ((merge or parts >= _MAX_PARTS) and (parts or new_events)):
             log = path.read_bytes()
             log = log[: log.rfind(b"\n") + 1]
             storage.write(EVENTS, log)
             for name in storage.list_objects(PARTS):
                 storage.remove(name)
             record["events"], record["parts"] = len(log), 0
-        elif new:
-            storage.write(f"{PARTS}/{size:016d}.jsonl", new)
-            record["events"], record["parts"] = size + len(new), parts + 1
+        elif new_events:
+            storage.write(f"{PARTS}/{uploaded_bytes:016d}.jsonl", new_events)
+            record["events"], record["parts"] = uploaded_bytes + len(new_events), parts + 1
 
     def _push_checkpoint_files(self, storage: Storage, path: Path) -> None:
-        names = storage.list_objects(store.FOLDER)
+        object_sizes = storage.list_objects(store.FOLDER)
         manifest, target = (path / store.MANIFEST).read_bytes(), f"{store.FOLDER}/{path.name}"
         sizes = {f"{target}/{file.name}": file.stat().st_size for file in path.iterdir()}
         manifest_name = f"{target}/{store.MANIFEST}"
-        is_present = manifest_name in names and storage.read(manifest_name) == manifest
-        if not (is_present and all(names.get(name) == size for name, size in sizes.items())):
-            if manifest_name in names:
-                _move_aside(storage, path.name, names)
+        is_present = manifest_name in object_sizes and storage.read(manifest_name) == manifest
+        if not (is_present and all(object_sizes.get(name) == size for name, size in sizes.items())):
+            if manifest_name in object_sizes:
+                _move_aside(storage, path.name, object_sizes)
             for name in sorted(sizes, key=lambda name: (name.endswith(store.STATE), name)):
                 if name != manifest_name:
                     storage.upload(name, path / name.rpartition("/")[2])
@@ -206,7 +206,7 @@ class Mirror:
             with suppress(OSError):
                 linked = os.readlink(path.parent / link)
                 pointer = f"{store.FOLDER}/{link}"
-                if pointer not in names or storage.read(pointer).decode(errors="replace") != linked:
+                if pointer not in object_sizes or storage.read(pointer).decode(errors="replace") != linked:
                     storage.write(pointer, linked.encode())
         _remove_old_checkpoints(storage, self.keep)
 
@@ -214,18 +214,18 @@ class Mirror:
 def claim(url: str, keep: int, notify: Callable[[str], None]) -> RemoteClaim:
     """Lock the run folder `url`, and sync the local folder with it, including the newest checkpoint.
 
-    The caller must hold the lock of the local folder. Raises UsageError if the folder is in use
-    or the URL isn't usable.
+    The caller must hold the lock of the local folder. Raises UsageError if the folder is in use, or if the URL isn't
+    usable.
     """
-    storage, own = open_storage(url), get_storage_folder(url)
+    storage, storage_folder = open_storage(url), get_storage_folder(url)
     with convert_os_error(UsageError, f"run.dir {url}: cannot be used", "; choose a different run.dir"):
-        own.chmod(0o700)
-        lock = remote_lock.acquire(storage, own, notify)
+        storage_folder.chmod(0o700)
+        lock = remote_lock.acquire(storage, storage_folder, notify)
         try:
-            durable.replace(own / _CLAIM, json.dumps({"start_id": lock.start_id}).encode())
+            durable.replace(storage_folder / _CLAIM, json.dumps({"start_id": lock.start_id}).encode())
             record = _pull(storage, get_local_folder(url), "newest")
-            _repair_pointers(storage, get_local_folder(url) / store.FOLDER)
-            durable.replace(own / _SYNCED, json.dumps(record).encode())
+            _repair_checkpoint_links(storage, get_local_folder(url) / store.FOLDER)
+            durable.replace(storage_folder / _SYNCED, json.dumps(record).encode())
         except BaseException:
             lock.release(remove=not _is_used(storage))
             raise
@@ -256,20 +256,25 @@ def join_folder(url: str, start_id: str, checkpoint: str) -> tuple[Path, Path | 
     """
     folder = get_local_folder(url)
     path = folder / store.FOLDER / checkpoint if checkpoint else None
-    own = get_storage_folder(url)
-    with convert_os_error(HostError, f"{folder}: cannot be used"), lock_file(_make_private_folder(own) / "pull-lock"):
+    storage_folder = get_storage_folder(url)
+    with (
+        convert_os_error(HostError, f"{folder}: cannot be used"),
+        lock_file(_make_private_folder(storage_folder) / "pull-lock"),
+    ):
         if not shares_folder(url, start_id):
             folder.mkdir(exist_ok=True)
             if path is not None:
                 storage = open_storage(url)
-                names = storage.list_objects(store.FOLDER)
-                _pull_checkpoint(storage, folder, checkpoint, names, _find_complete_checkpoints(names).get(checkpoint))
+                object_sizes = storage.list_objects(store.FOLDER)
+                _pull_checkpoint(
+                    storage, folder, checkpoint, object_sizes, _find_complete_checkpoints(object_sizes).get(checkpoint)
+                )
     return folder, path
 
 
 @contextmanager
 def upload_logs(url: str, start_id: str) -> Iterator[None]:
-    """Return a context manager that uploads the logs of this host on exit, unless it shares the folder of rank 0."""
+    """Return a context manager that, on exit, uploads the logs of this host if it doesn't use the folder of rank 0."""
     try:
         yield
     finally:
@@ -283,26 +288,26 @@ def upload_logs(url: str, start_id: str) -> Iterator[None]:
 def make_local_copy(location: str | Path, selection: CheckpointSelection = "newest") -> Path:
     """Return the path of a run folder or checkpoint for reading. If `location` is a URL, it is downloaded first.
 
-    `location` is a run folder, or a checkpoint in it such as s3://bucket/runs/a/checkpoints/best. `selection` is which
-    checkpoints of a run folder to download. Each call updates the copy in the cache folder. Raises UsageError if there
-    is no run at the URL.
+    `location` is a run folder, or a checkpoint in it such as s3://bucket/runs/a/checkpoints/best. `selection` says
+    which checkpoints of a run folder are downloaded. Each call updates the copy in the cache folder. Raises UsageError
+    if there is no run at the URL.
     """
     if not is_url(location):
         return Path(location)
     url, checkpoint = _split_checkpoint(str(location))
-    storage, own = open_storage(url), get_storage_folder(url)
-    folder = own / "copy" / make_file_name(url)
+    storage, storage_folder = open_storage(url), get_storage_folder(url)
+    folder = storage_folder / "copy" / make_file_name(url)
     with (
         convert_os_error(UsageError, f"{location}: cannot be copied to {folder}"),
-        lock_file(_make_private_folder(own) / "copy-lock"),
+        lock_file(_make_private_folder(storage_folder) / "copy-lock"),
     ):
         folder.mkdir(parents=True, exist_ok=True)
-        for left in reversed(range(_PULL_TRIES)):
+        for tries_left in reversed(range(_PULL_TRIES)):
             try:
                 record = _pull(storage, folder, checkpoint or selection)
                 break
             except FileNotFoundError:
-                if not left:
+                if not tries_left:
                     raise
     if not record["files"] and not record["events"] and not store.list_checkpoints(folder / store.FOLDER):
         raise UsageError(f"{location}: no run found; pass the URL of a run folder, or of a checkpoint in it")
@@ -323,11 +328,11 @@ def fetch_file(location: str, name: str) -> Path:
     if not is_url(location):
         return Path(location) / name
     url, _ = _split_checkpoint(location)
-    storage, own = open_storage(url), get_storage_folder(url)
-    path = own / "recorded" / name
+    storage, storage_folder = open_storage(url), get_storage_folder(url)
+    path = storage_folder / "recorded" / name
     with (
         convert_os_error(UsageError, f"{location}: cannot be read"),
-        lock_file(_make_private_folder(own) / "copy-lock"),
+        lock_file(_make_private_folder(storage_folder) / "copy-lock"),
     ):
         path.parent.mkdir(exist_ok=True)
         try:
@@ -371,39 +376,41 @@ def _pull(storage: Storage, folder: Path, selection: str) -> _Record:
 
     `selection` is the name of a checkpoint, or one of the values that `make_local_copy` accepts.
     """
-    names = storage.list_objects()
-    complete = _find_complete_checkpoints(names)
-    small = [name for name in names if name.partition("/")[0] not in _NOT_PULLED and name not in (EVENTS, LOCK)]
-    _remove_extra_files(folder, {*small, EVENTS}, {name: complete[name] for name in complete})
+    object_sizes = storage.list_objects()
+    folders_by_step = _find_complete_checkpoints(object_sizes)
+    small_files = [
+        name for name in object_sizes if name.partition("/")[0] not in _NOT_PULLED and name not in (EVENTS, LOCK)
+    ]
+    _remove_extra_files(folder, {*small_files, EVENTS}, {name: folders_by_step[name] for name in folders_by_step})
     record: _Record = {"files": {}, "events": 0, "parts": 0}
-    for name in small:
+    for name in small_files:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         _download(storage, name, path)
         record["files"][name] = _get_size_and_mtime(path)
-    log, parts = _read_events(storage, names)
+    log, parts = _read_events(storage, object_sizes)
     if log:
         durable.replace(folder / EVENTS, log)
         record["events"], record["parts"] = len(log), parts
-    _pull_pointers(storage, folder, names, complete)
+    _create_checkpoint_links(storage, folder, object_sizes, folders_by_step)
     if selection != "none":
-        _pull_checkpoints(storage, folder, selection, complete, names)
+        _pull_checkpoints(storage, folder, selection, folders_by_step, object_sizes)
     return record
 
 
 def _pull_checkpoints(
-    storage: Storage, folder: Path, selection: str, complete: Mapping[str, str], names: Mapping[str, int]
+    storage: Storage, folder: Path, selection: str, folders_by_step: Mapping[str, str], object_sizes: Mapping[str, int]
 ) -> None:
     """Download checkpoints: the newest intact checkpoint by default, and all newer ones that are damaged."""
     link = folder / store.FOLDER / selection
     if selection in (store.LATEST, store.BEST) and link.is_symlink():
         selection = os.readlink(link)
     if _STEP_NAME.fullmatch(selection):
-        if selection in complete:
-            _pull_checkpoint(storage, folder, selection, names, complete[selection])
+        if selection in folders_by_step:
+            _pull_checkpoint(storage, folder, selection, object_sizes, folders_by_step[selection])
         return
-    for name in sorted(complete, key=lambda name: int(name.removeprefix("step-")), reverse=True):
-        path = _pull_checkpoint(storage, folder, name, names, complete[name])
+    for name in sorted(folders_by_step, key=lambda name: int(name.removeprefix("step-")), reverse=True):
+        path = _pull_checkpoint(storage, folder, name, object_sizes, folders_by_step[name])
         if selection != "all":
             with suppress(TrainingError):
                 store.verify(path)
@@ -411,58 +418,60 @@ def _pull_checkpoints(
 
 
 def _pull_checkpoint(
-    storage: Storage, folder: Path, name: str, names: Mapping[str, int], source: str | None = None
+    storage: Storage, folder: Path, name: str, object_sizes: Mapping[str, int], source: str | None = None
 ) -> Path:
     """Download a checkpoint, unless the local folder has a checkpoint with the same manifest that is intact."""
-    source, final = f"{store.FOLDER}/{source or name}", folder / store.FOLDER / name
+    source, path = f"{store.FOLDER}/{source or name}", folder / store.FOLDER / name
     manifest = storage.read(f"{source}/{store.MANIFEST}")
     with suppress(OSError, TrainingError):
-        if (final / store.MANIFEST).read_bytes() == manifest:
-            store.verify(final)
-            return final
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = final.with_name(f".{name}.tmp-{os.getpid()}")
+        if (path / store.MANIFEST).read_bytes() == manifest:
+            store.verify(path)
+            return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{name}.tmp-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    for object_name in names:
+    for object_name in object_sizes:
         match = _CHECKPOINT_FILE.fullmatch(object_name)
         if match and f"{store.FOLDER}/{match[1]}" == source and match[2] != store.MANIFEST:
             storage.download(object_name, temporary / match[2])
     (temporary / store.MANIFEST).write_bytes(manifest)
-    if final.exists():
-        shutil.rmtree(final)
-    os.rename(temporary, final)
-    return final
+    if path.exists():
+        shutil.rmtree(path)
+    os.rename(temporary, path)
+    return path
 
 
-def _find_complete_checkpoints(names: Mapping[str, int]) -> dict[str, str]:
+def _find_complete_checkpoints(object_sizes: Mapping[str, int]) -> dict[str, str]:
     """Return a dict from step names to checkpoint folders. It only contains checkpoints with a manifest."""
-    complete: dict[str, str] = {}
-    for name in names:
+    folders_by_step: dict[str, str] = {}
+    for name in object_sizes:
         match = _CHECKPOINT_FILE.fullmatch(name)
         if match and match[2] == store.MANIFEST:
             step = match[1].removeprefix(".").partition(".")[0]
-            if step not in complete or match[1] == step:
-                complete[step] = match[1]
-    return complete
+            if step not in folders_by_step or match[1] == step:
+                folders_by_step[step] = match[1]
+    return folders_by_step
 
 
-def _pull_pointers(storage: Storage, folder: Path, names: Mapping[str, int], complete: Mapping[str, str]) -> None:
+def _create_checkpoint_links(
+    storage: Storage, folder: Path, object_sizes: Mapping[str, int], folders_by_step: Mapping[str, str]
+) -> None:
     """Create the links `latest` and `best`. A link to a checkpoint that isn't downloaded is dangling."""
     for link in (store.LATEST, store.BEST):
         path = folder / store.FOLDER / link
-        target = _read_pointer(storage, link, names)
-        if target in complete:
+        target = _read_pointer(storage, link, object_sizes)
+        if target in folders_by_step:
             path.parent.mkdir(exist_ok=True)
             durable.replace_link(path, target)
         elif path.is_symlink():
             path.unlink()
 
 
-def _repair_pointers(storage: Storage, folder: Path) -> None:
+def _repair_checkpoint_links(storage: Storage, folder: Path) -> None:
     """Point `latest` to the newest checkpoint, and also `best` if that checkpoint is the best one.
 
-    Otherwise, they could be outdated, because a save was killed before it updated them.
+    They are outdated if a save was killed before it updated them.
     """
     newest = next(iter(store.list_checkpoints(folder)), None)
     if newest is None:
@@ -471,9 +480,9 @@ def _repair_pointers(storage: Storage, folder: Path) -> None:
     with suppress(OSError, ValueError, KeyError, TypeError):
         state = plainfile.parse_json(plainfile.read_bytes(newest / store.STATE, _MAX_RECORD_BYTES))
         links += [store.BEST] if state["progress"]["best_at"] == store.parse_step(newest) else []
-    names = storage.list_objects(store.FOLDER)
+    object_sizes = storage.list_objects(store.FOLDER)
     for link in links:
-        if _read_pointer(storage, link, names) != newest.name:
+        if _read_pointer(storage, link, object_sizes) != newest.name:
             storage.write(f"{store.FOLDER}/{link}", newest.name.encode())
             durable.replace_link(folder / link, newest.name)
 
@@ -486,10 +495,10 @@ def _read_pointer(storage: Storage, link_name: str, object_sizes: Mapping[str, i
     return text if _STEP_NAME.fullmatch(text) else ""
 
 
-def _read_events(storage: Storage, names: Mapping[str, int]) -> tuple[bytes, int]:
-    """Return the event log, and its number of parts. Skip events that the log already has after a killed merge."""
-    log, parts = storage.read(EVENTS) if EVENTS in names else b"", 0
-    for name in sorted(names):
+def _read_events(storage: Storage, object_sizes: Mapping[str, int]) -> tuple[bytes, int]:
+    """Return the event log, and its number of parts. Skips events that a killed merge has already added to it."""
+    log, parts = storage.read(EVENTS) if EVENTS in object_sizes else b"", 0
+    for name in sorted(object_sizes):
         match = _PART.fullmatch(name)
         if match and (start := int(match[1])) <= len(log):
             part = storage.read(name)
@@ -498,13 +507,13 @@ def _read_events(storage: Storage, names: Mapping[str, int]) -> tuple[bytes, int
     return log[: log.rfind(b"\n") + 1], parts
 
 
-def _move_aside(storage: Storage, name: str, names: Mapping[str, int]) -> None:
+def _move_aside(storage: Storage, name: str, object_sizes: Mapping[str, int]) -> None:
     """Copy a complete checkpoint to `.step-N.old-0`, so that a save can replace it.
 
     The manifest is copied last. Then the original manifest is removed.
     """
     source = f"{store.FOLDER}/{name}"
-    files = [file for file in names if file.startswith(f"{source}/")]
+    files = [file for file in object_sizes if file.startswith(f"{source}/")]
     for file in sorted(files, key=lambda file: file.endswith(f"/{store.MANIFEST}")):
         storage.copy(file, f"{store.FOLDER}/.{name}.old-0/{file.rpartition('/')[2]}")
     storage.remove(f"{source}/{store.MANIFEST}")
@@ -512,17 +521,19 @@ def _move_aside(storage: Storage, name: str, names: Mapping[str, int]) -> None:
 
 def _remove_old_checkpoints(storage: Storage, keep: int) -> None:
     """Remove all leftovers, and all checkpoints except the newest `keep` and the targets of `latest` and `best`."""
-    names = storage.list_objects(store.FOLDER)
-    complete = _find_complete_checkpoints(names)
-    newest = sorted(complete, key=lambda name: int(name.removeprefix("step-")), reverse=True)
-    kept = {*newest[:keep], *(_read_pointer(storage, link, names) for link in (store.LATEST, store.BEST))}
-    folders = {complete[name] for name in kept if name in complete}
-    unneeded = [name for name in names if (match := _CHECKPOINT_FILE.fullmatch(name)) and match[1] not in folders]
+    object_sizes = storage.list_objects(store.FOLDER)
+    folders_by_step = _find_complete_checkpoints(object_sizes)
+    newest = sorted(folders_by_step, key=lambda name: int(name.removeprefix("step-")), reverse=True)
+    kept = {*newest[:keep], *(_read_pointer(storage, link, object_sizes) for link in (store.LATEST, store.BEST))}
+    folders = {folders_by_step[name] for name in kept if name in folders_by_step}
+    unneeded = [
+        name for name in object_sizes if (match := _CHECKPOINT_FILE.fullmatch(name)) and match[1] not in folders
+    ]
     for name in sorted(unneeded, key=lambda name: (not name.endswith(f"/{store.MANIFEST}"), name)):
         storage.remove(name)
 
 
-def _remove_extra_files(folder: Path, file_names: set[str], complete: Mapping[str, str]) -> None:
+def _remove_extra_files(folder: Path, file_names: set[str], folders_by_step: Mapping[str, str]) -> None:
     """Remove everything from a local folder that isn't in the storage, except for the lock."""
     if not folder.is_dir():
         return
@@ -531,7 +542,7 @@ def _remove_extra_files(folder: Path, file_names: set[str], complete: Mapping[st
             continue
         if path.name == store.FOLDER and path.is_dir() and not path.is_symlink():
             for checkpoint in path.iterdir():
-                if checkpoint.name not in complete:
+                if checkpoint.name not in folders_by_step:
                     _remove(checkpoint)
         else:
             _remove(path)
@@ -558,8 +569,8 @@ def _list_files_to_upload(folder: Path) -> Iterator[str]:
     """Yield the names of all files of a run, except for checkpoints, events and the lock."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        is_other = name.partition("/")[0] in (store.FOLDER, "exports") or name in (EVENTS, LOCK)
-        if not is_other and not path.name.startswith(".") and path.is_file() and not path.is_symlink():
+        is_excluded = name.partition("/")[0] in (store.FOLDER, "exports") or name in (EVENTS, LOCK)
+        if not is_excluded and not path.name.startswith(".") and path.is_file() and not path.is_symlink():
             yield name
 
 
@@ -569,7 +580,7 @@ def _get_size_and_mtime(path: Path) -> list[int]:
 
 
 def _split_checkpoint(url: str) -> tuple[str, str]:
-    """Return the URL of the run and the name of the checkpoint, or an empty name for the URL of a run."""
+    """Split the URL of a checkpoint into the URL of its run and its name. For the URL of a run, the name is empty."""
     run, separator, name = url.rstrip("/").rpartition(f"/{store.FOLDER}")
     return (run, name.strip("/")) if separator and (not name or name.startswith("/")) else (url.rstrip("/"), "")
 

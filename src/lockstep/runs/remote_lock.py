@@ -88,11 +88,11 @@ class RemoteLock:
         self._thread = threading.Thread(target=self._renew_until_released, name="storage lock", daemon=True)
 
     def start(self) -> None:
-        """Start to renew the lock."""
+        """Start renewing the lock."""
         self._thread.start()
 
     def release(self, *, remove: bool = False) -> None:
-        """Stop renewing the claim, and mark it as released. Calling it again is a no-op.
+        """Stop renewing the claim, and mark it as released. Further calls are no-ops.
 
         If `remove` is set and this is the first claim of the run, it is removed instead. Errors are ignored, because
         the claim then expires.
@@ -121,7 +121,7 @@ class RemoteLock:
     def _write_claim(self, *, released: bool) -> None:
         self._storage.write(
             _make_object_name(self._number),
-            _make_content(self.start_id, self._place, self._renewals, released=released),
+            _encode_claim(self.start_id, self._place, self._renewals, released=released),
         )
 
 
@@ -134,17 +134,17 @@ def acquire(
     UsageError if a different run is in progress in the folder, or if the storage can't be written.
     """
     timing = timing or TIMING
-    place, start_id = _get_folder_id(folder), uuid.uuid4().hex
+    folder_id, start_id = _get_folder_id(folder), uuid.uuid4().hex
     while True:
         numbers, newest = _read_claims(storage)
-        if newest is not None and not newest.released and newest.folder_id != place:
+        if newest is not None and not newest.released and newest.folder_id != folder_id:
             _wait_for_expiry(storage, newest, start_id, notify, timing)
         number = (numbers[-1] if numbers else 0) + 1
-        if storage.create(_make_object_name(number), _make_content(start_id, place, 0, released=False)):
+        if storage.create(_make_object_name(number), _encode_claim(start_id, folder_id, 0, released=False)):
             break
     for number_before in numbers:
         storage.remove(_make_object_name(number_before))
-    lock = RemoteLock(storage, number, start_id, place, timing)
+    lock = RemoteLock(storage, number, start_id, folder_id, timing)
     lock.start()
     return lock
 
@@ -209,7 +209,7 @@ def _make_object_name(claim_number: int) -> str:
     return f"{CLAIMS}/{claim_number:08d}.json"
 
 
-def _make_content(start_id: str, folder_id: str, renewals: int, *, released: bool) -> bytes:
+def _encode_claim(start_id: str, folder_id: str, renewals: int, *, released: bool) -> bytes:
     holder = f"process {os.getpid()} on host {socket.gethostname()}"
     fields: dict[str, Any] = {"holder": holder, "time": time.time(), "renewals": renewals, "released": released}
     return json.dumps({**fields, "place": folder_id, "start_id": start_id}, indent=1).encode() + b"\n"

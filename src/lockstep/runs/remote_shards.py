@@ -30,15 +30,15 @@ class RemoteShards:
     url: str
 
     def send(self, checkpoint: str, rank: int, files: Mapping[str, Iterable[tuple[int, memoryview]]]) -> None:
-        """Upload the rows of this rank. `files` has the offset and bytes of each part, by file name.
+        """Upload the rows of this rank. `files` maps each file name to the offsets and bytes of its parts.
 
         Raises HostError if the storage fails.
         """
         path = self._get_local_file(rank)
         try:
             with path.open("wb") as file:
-                listed = [[name, start, file.write(data)] for name, parts in files.items() for start, data in parts]
-                text = json.dumps(listed).encode()
+                part_list = [[name, start, file.write(data)] for name, parts in files.items() for start, data in parts]
+                text = json.dumps(part_list).encode()
                 file.write(text + len(text).to_bytes(_LENGTH_BYTES, "little"))
             with as_host_errors(f"{path}: not uploaded"):
                 self._open_storage().upload(_make_object_name(checkpoint, rank), path)
@@ -46,7 +46,10 @@ class RemoteShards:
             path.unlink(missing_ok=True)
 
     def receive(self, checkpoint: str, rank: int, folder: Path) -> None:
-        """Download the object with the rows of `rank` into files in `folder`, and delete it. Only called on rank 0."""
+        """Download the object with the rows of `rank`, write the rows into files in `folder`, and remove the object.
+
+        Only rank 0 calls this method.
+        """
         path, name, storage = self._get_local_file(rank), _make_object_name(checkpoint, rank), self._open_storage()
         try:
             with as_host_errors(f"{self.url}/{name}: not downloaded"):
@@ -57,9 +60,9 @@ class RemoteShards:
                 if not 0 <= length <= min(end, _MAX_LIST_BYTES):
                     raise HostError(f"{self.url}/{name}: damaged; start again to continue from the last checkpoint")
                 file.seek(end - length)
-                listed = plainfile.parse_json(file.read(length))
+                part_list = plainfile.parse_json(file.read(length))
                 file.seek(0)
-                for file_name, start, size in listed:
+                for file_name, start, size in part_list:
                     durable.write_at(folder / file_name, [(start, memoryview(file.read(size)))])
             with as_host_errors(f"{self.url}/{name}: not removed"):
                 storage.remove(name)
@@ -74,5 +77,5 @@ class RemoteShards:
 
 
 def _make_object_name(checkpoint: str, rank: int) -> str:
-    """Return the name of the object with the rows of a rank. A later save removes objects that a killed save left."""
+    """Return the name of the object with the rows of a rank. A later save removes what a killed save left."""
     return f"{store.FOLDER}/.{checkpoint}.tmp-0/rank-{rank}"

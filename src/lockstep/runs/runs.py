@@ -92,7 +92,7 @@ def read_failure_reason(folder: Path, *, ignore_transient: bool = False) -> str:
 
 
 def find_checkpoint_steps(folder: Path) -> frozenset[int]:
-    """Return the steps of the checkpoints that are in a run folder."""
+    """Return the steps of the checkpoints in a run folder."""
     try:
         names = os.listdir(folder / _CHECKPOINTS)
     except OSError:
@@ -107,9 +107,9 @@ def describe_machine(folder: Path) -> str:
     """
     environment = read_json_dict(folder / _ENVIRONMENT)
     cpu, packages, gpus = environment.get("cpu"), environment.get("packages"), environment.get("gpus")
-    cards = [str(gpu.get("name")) for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
+    gpu_names = [str(gpu.get("name")) for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
     parts = [f"{cpu.get('cores_usable')} cores of {cpu.get('model')}"] if isinstance(cpu, dict) else []
-    parts += [f"{cards.count(card)} {card}" for card in dict.fromkeys(cards)]
+    parts += [f"{gpu_names.count(name)} {name}" for name in dict.fromkeys(gpu_names)]
     parts += [f"torch {packages['torch']}"] if isinstance(packages, dict) and packages.get("torch") else []
     return printable_line(", ".join(parts))[:_MAX_MACHINE_CHARS]
 

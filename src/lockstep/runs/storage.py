@@ -23,8 +23,11 @@ T = TypeVar("T")
 
 # Storage with conditional writes, which fail if the object already exists: If-None-Match in S3 and Azure, and
 # ifGenerationMatch in Google Cloud Storage.
-_CONDITIONAL: Final = ("s3", "s3a", "gs", "gcs", "memory")
-_WITHOUT_FOLDERS: Final = (*_CONDITIONAL, "abfs", "abfss", "az", "adl", "oss", "tos", "tosfs", "oci", "ocilake")
+_CONDITIONAL_SCHEMES: Final = ("s3", "s3a", "gs", "gcs", "memory")
+_SCHEMES_WITHOUT_FOLDERS: Final = (
+    *_CONDITIONAL_SCHEMES,
+    *("abfs", "abfss", "az", "adl", "oss", "tos", "tosfs", "oci", "ocilake"),
+)
 _PACKAGES: Final = {"s3": "lockstep-train[storage]", "s3a": "lockstep-train[storage]", "gs": "gcsfs", "gcs": "gcsfs"}
 _PACKAGES_AZURE: Final = {"abfs": "adlfs", "abfss": "adlfs", "az": "adlfs"}
 _CONFIRM_S: Final = 2.0  # seconds after which an unconditional write is read back
@@ -34,7 +37,7 @@ _SECRET_VARIABLE: Final = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|ACCESS_KEY|
 _SECRET_IN_URL: Final = re.compile(
     r"(?<=://)[^/@\s]+@|(?<=[?&])[\w-]*(?:signature|token|credential|sig|key)=[^&\s\"']+", re.IGNORECASE
 )
-_LONGEST_PUBLIC_VALUE: Final = 3  # up to this length, values of such variables aren't secrets, such as "1"
+_LONGEST_PUBLIC_VALUE: Final = 3  # values of up to this length, such as "1", aren't secrets
 
 
 class FileSystem(Protocol):
@@ -75,8 +78,8 @@ class Storage:
         except FileNotFoundError:
             return {}
         start = self.root.rstrip("/") + "/"
-        named = {path.removeprefix(start): size for path, size in found.items() if path.startswith(start)}
-        return {name: named[name] for name in sorted(named) if _is_safe(name)}
+        sizes_by_name = {path.removeprefix(start): size for path, size in found.items() if path.startswith(start)}
+        return {name: sizes_by_name[name] for name in sorted(sizes_by_name) if _is_safe(name)}
 
     def list_folders(self) -> list[str]:
         """Return the names of the subfolders of this folder."""
@@ -106,7 +109,7 @@ class Storage:
         If the storage has no conditional writes, the object is read back after a pause, to detect that two processes
         created it at the same time. Therefore, `data` must differ between processes.
         """
-        if get_scheme(self.url) in _CONDITIONAL:
+        if get_scheme(self.url) in _CONDITIONAL_SCHEMES:
             try:
                 self._do(
                     "create", name, lambda: self.file_system.pipe_file(self._prepare_path(name), data, mode="create")
@@ -159,7 +162,7 @@ class Storage:
 
     def _prepare_path(self, name: str) -> str:
         path = self._make_path(name)
-        if get_scheme(self.url) not in _WITHOUT_FOLDERS:  # in object storage, this could create a bucket
+        if get_scheme(self.url) not in _SCHEMES_WITHOUT_FOLDERS:  # in object storage, this could create a bucket
             self.file_system.makedirs(path.rpartition("/")[0], exist_ok=True)
         return path
 
@@ -192,10 +195,10 @@ def open_storage(url: str) -> Storage:
     import fsspec
 
     try:
-        files, root = fsspec.url_to_fs(url)
+        file_system, root = fsspec.url_to_fs(url)
     except Exception as error:
         raise UsageError(f"{url}: cannot be opened: {_format_reason(error)}") from None
-    return Storage(url, files, root)
+    return Storage(url, file_system, root)
 
 
 def check_storage(url: str) -> None:
@@ -220,15 +223,14 @@ def check_storage(url: str) -> None:
     except ImportError as error:
         if scheme in {**_PACKAGES, **_PACKAGES_AZURE}:
             raise UsageError(
-                f"{shown}: {_find_missing_package(scheme)} is not installed; pip install "
-                f"{_format_pip_requirement(scheme)}"
+                f"{shown}: {_get_package(scheme)} is not installed; pip install {_format_pip_requirement(scheme)}"
             ) from None
         raise UsageError(f"{shown}: a package for {scheme}:// is not installed: {_format_reason(error)}") from None
     except ValueError:
         raise UsageError(f"{shown}: unknown scheme {scheme}://; use a path, s3:// or gs://") from None
 
 
-def _find_missing_package(scheme: str) -> str:
+def _get_package(scheme: str) -> str:
     return "s3fs" if scheme in ("s3", "s3a") else {**_PACKAGES, **_PACKAGES_AZURE}[scheme]
 
 
@@ -244,8 +246,8 @@ def _is_safe(name: str) -> bool:
 
 def _make_storage_error(location: str, error: Exception) -> LockstepError:
     """Return the error to raise for a failed operation: UsageError for a user mistake, otherwise HostError."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if kinds & {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound"}:
+    type_names = {kind.__name__ for kind in type(error).__mro__}
+    if type_names & {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound"}:
         advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in with the tool of your storage"
         return UsageError(f"{location}: no credentials found ({_format_reason(error)}); {advice}")
     if isinstance(error, PermissionError):
@@ -273,7 +275,7 @@ def _format_reason(error: Exception) -> str:
 def as_host_errors(action: str) -> Iterator[None]:
     """Return a context manager that converts storage errors to HostError.
 
-    It is used during training, when errors aren't due to the user's input anymore.
+    Use it during training, when errors are no longer due to the user's input.
     """
     try:
         yield

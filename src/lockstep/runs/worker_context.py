@@ -49,7 +49,7 @@ class WorkerContext:
     folder: Path | None = None
     keeps_first_run: bool = False
     observe: StepObserver | None = None
-    sinks: Sequence[Sink] = ()  # sinks of a context with `observe`
+    sinks: Sequence[Sink] = ()  # used if `observe` is set
     guarded: bool = True
     on_claim: Callable[[Path], None] | None = None  # called with the run folder of each run
     runs: list[OpenRun] = field(default_factory=list)
