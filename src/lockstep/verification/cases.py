@@ -520,9 +520,9 @@ def _format_verify_command(loaded: LoadedConfig, case: VerifyCase) -> str:
 def _run_with_stderr(
     rank_function: Callable[[Setup | None, Rendezvous], int], setup: Setup | None, rendezvous: Rendezvous
 ) -> int:
-    """Run the function of a rank in a worker, with stderr connected to the terminal.
+    """Call `rank_function` in a worker, with stderr connected to the terminal.
 
-    Only the launcher's error report is captured.
+    As a result, only the launcher's error report is captured, and not the output of the worker.
     """
     sys.stderr = sys.__stderr__
     try:
