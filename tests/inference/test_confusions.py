@@ -38,7 +38,7 @@ def test_many_classes_are_the_pairs_that_are_mistaken_most_often() -> None:
     assert "1,000 classes are too many for a matrix. These are the most frequent of 999 pairs." in pairs.note
     assert classes.rows[0] == ["class 998", "999", "0.10 %", "0.10 %"]
     assert len(classes.rows) == 20
-    assert "The 20 with the lowest recall of 1,000." in classes.note
+    assert "These are the 20 of 1,000 classes with the lowest recall." in classes.note
 
 
 def test_many_classes_without_a_mistake() -> None:

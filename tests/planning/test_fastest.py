@@ -130,7 +130,8 @@ def test_a_run_that_goes_on_keeps_what_was_measured_for_as_many(
     [
         (
             [row("ddp", 1.0, 900 * 2**40), row("zero3", 2.0, 600 * 2**40)],
-            "no strategy fits on 2 processes; zero3 needs the least memory, 614,400 GiB per rank of 1 GiB free",
+            "no strategy fits on 2 processes; zero3 needs the least memory, 614,400 GiB per rank, but only 1 GiB is "
+            "free",
         ),
         (
             [PlacementEstimate("ddp", 2, reason="no\nplace")],

@@ -87,11 +87,11 @@ def _list_choices(key: str) -> Sequence[str]:
         return ["auto", FASTEST, *list_strategy_names()]
     path = tuple(key.split(".")) + (("name",) if get_section_class(tuple(key.split("."))) else ())
     field = get_field(path)
-    kind = field.annotation if field else None
-    if kind is bool or bool in get_args(kind):
+    annotation = field.annotation if field else None
+    if annotation is bool or bool in get_args(annotation):
         return ["true", "false"]
-    kinds = (kind, *get_args(kind))  # the annotation may be a union of built-in names and an import path
-    return [value for annotation in kinds for value in get_args(annotation) if isinstance(value, str)]
+    parts = (annotation, *get_args(annotation))  # the annotation may be a union of literal names and an import path
+    return [value for part in parts for value in get_args(part) if isinstance(value, str)]
 
 
 def _iter_paths(prefix: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A click command that takes a script, and passes the arguments after the script to the script."""
+"""A click command that takes a script, and passes all later arguments to the script."""
 
 from collections.abc import Sequence
 from typing import final

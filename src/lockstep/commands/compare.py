@@ -23,7 +23,7 @@ from lockstep.ranks.signals import EarlyStop
 @click.option("--placements", default="ddp", show_default=True, help="Strategies, such as ddp,zero3,pipeline.")
 @click.option("--processes", default="1,2", show_default=True, help="Numbers of processes, such as 1,2,4.")
 @click.option("--also", multiple=True, metavar="KEY=VALUE", help="Also train with this override. Can be repeated.")
-@click.option("--usual", is_flag=True, hidden=True, help="A benchmark now.")
+@click.option("--usual", is_flag=True, hidden=True, help="Moved to a benchmark.")
 @click.option(
     "--dir", "folder", type=click.Path(file_okay=False, path_type=Path), help="Folder for the runs and the page."
 )

@@ -115,8 +115,8 @@ def _run_checkup(
     if report is not None:
         print_report(report)
     # All ranks exit with the same code, because a launcher may return the exit code of any rank.
-    problem = report is not None and report.level == "problem"
-    return EXIT_PREFLIGHT if rendezvous.broadcast_text("problem" if problem else "") else EXIT_DONE
+    has_problem = report is not None and report.level == "problem"
+    return EXIT_PREFLIGHT if rendezvous.broadcast_text("problem" if has_problem else "") else EXIT_DONE
 
 
 def _print_report(as_json: bool, report: CheckupReport) -> None:

@@ -14,7 +14,7 @@ _FORMATS = ("safetensors", "torch", "onnx", "transformers", "timm")
 @click.argument("run", type=click.Path())
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_completion.complete_overrides)
 @click.option("--to", required=True, type=click.Choice(_FORMATS), help="Format of the export.")
-@click.option("--out", type=click.Path(path_type=Path), help="Defaults to a name in the folder exports of the run.")
+@click.option("--out", type=click.Path(path_type=Path), help="Defaults to a name in the run's folder exports.")
 @click.option("--best", is_flag=True, help="Use the best checkpoint of a run folder instead of the newest.")
 @click.option(
     "--weights", type=click.Choice(["model", "ema"]), help="Defaults to averaged weights (ema) if the run has them."

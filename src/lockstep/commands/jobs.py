@@ -20,8 +20,8 @@ _RUNS: Final = "runs"
 def command(folders: tuple[str, ...], as_json: bool) -> None:
     """Show the runs in each FOLDER, most recently active first. FOLDER defaults to runs/.
 
-    A FOLDER is a run folder or contains run folders, also in subfolders. If the recipes of the runs differ, the table
-    shows the keys that differ. The reasons of failed runs are below the table.
+    A FOLDER is a run folder or contains run folders, possibly in subfolders. If the recipes of the runs differ, the
+    table shows the keys that differ. The reasons for failures are below the table.
 
     Columns: figure is the monitored metric of the last evaluation, and loss is the loss of that evaluation, or of the
     last training step (train) before the first evaluation. best marks the run with the best last evaluation, among runs

@@ -60,7 +60,7 @@ def _validate_launcher(_context: click.Context, _option: click.Parameter, name: 
 @click.option(
     "--restarts",
     type=click.IntRange(0),
-    help=f"Number of restarts from the last checkpoint after a rank failed (torchrun, ssh). Defaults to 0, or to "
+    help=f"Number of restarts from the last checkpoint after a rank fails (torchrun, ssh). Defaults to 0, or to "
     f"{RESTARTS} with --nodes MIN:MAX, because a host that leaves or joins can use up a restart.",
 )
 @click.option(

@@ -34,8 +34,8 @@ def parse_num_bytes(text: str, option: str, example: str) -> int | None:
     if not match or not float(match[1]):
         raise UsageError(f"{option}: expected a number with a unit, such as {example}, got {text}")
     number, prefix, binary, unit = match.groups()
-    bytes_or_bits: int = (1024 if binary else 1000) ** _POWERS[prefix]
-    return math.ceil(float(number) * bytes_or_bits / (8 if unit == "b" else 1))
+    multiplier: int = (1024 if binary else 1000) ** _POWERS[prefix]
+    return math.ceil(float(number) * multiplier / (8 if unit == "b" else 1))
 
 
 def parse_seconds(text: str, option: str, example: str) -> float | None:
@@ -95,7 +95,7 @@ def write_placement(file: Path, strategy: Any, predicted: Mapping[str, Any]) -> 
 @click.option("--placements", default="", help="Strategies, such as ddp,zero3. Defaults to all with identical bits.")
 @click.option("--processes", default="1,2,4", show_default=True, help="Numbers of processes, such as 1,8,64.")
 @click.option("--memory", default="", metavar="SIZE", help="Memory of a device, such as 80GB, to show what fits.")
-@click.option("--link", default="", metavar="SPEED", help="For another machine: its speed per rank, such as 400Gb/s.")
+@click.option("--link", default="", metavar="SPEED", help="For another machine: its link speed per rank (400Gb/s).")
 @click.option("--price", type=float, help="Price of a device per hour, to show the cost of an epoch and of the run.")
 @click.option(
     "--mtbf",
@@ -149,7 +149,9 @@ def command(
         raise UsageError("--save: requires --mtbf; add --mtbf, or remove --save")
     if price is not None and not 0 < price < math.inf:
         raise UsageError(f"--price: expected a number above 0, such as 2.50, got {price:g}")
-    terms = CostParameters(price, parse_seconds(mtbf, "--mtbf", "3h"), parse_seconds(save, "--save", "20s") or 0.0)
+    cost_parameters = CostParameters(
+        price, parse_seconds(mtbf, "--mtbf", "3h"), parse_seconds(save, "--save", "20s") or 0.0
+    )
     counts, (source, overrides) = parse_processes(processes), split_arguments(arguments)
     if writes:
         check_writable(source, overrides)
@@ -164,16 +166,18 @@ def command(
         setup = open_for_survey(loaded)
         rows = survey(loaded, setup, strategies, counts, machine, _recipe.print_measurement)
         if mtbf and not save:
-            terms = replace(terms, save_s=measure_save_time(loaded, setup))
+            cost_parameters = replace(cost_parameters, save_s=measure_save_time(loaded, setup))
     rows = [
         row
         if row.seconds is None
-        else replace(row, costs=estimate_costs(row.seconds, row.processes, setup.steps, terms))
+        else replace(row, costs=estimate_costs(row.seconds, row.processes, setup.steps, cost_parameters))
         for row in sort_rows(rows, machine)
     ]
     Console(width=None if sys.stdout.isatty() else _MAX_LINE_CHARS).print(make_table(rows, machine))
     if mtbf:
-        click.echo(f"a save takes {format_step_time(terms.save_s)}{'' if save else ', measured on one process'}")
+        click.echo(
+            f"a save takes {format_step_time(cost_parameters.save_s)}{'' if save else ', measured on one process'}"
+        )
     for line in format_unmeasured_placements(rows):
         click.echo(line)
     if file is not None:

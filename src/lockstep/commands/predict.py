@@ -29,7 +29,7 @@ _SHOWN_ROWS = 5  # number of rows to show if the full table is written to a file
 @click.option("--tokens", type=click.IntRange(1), metavar="N", help="Tokens to add [100].")
 @click.option("--temperature", type=float, metavar="T", help="Sampling temperature. 0 picks the likeliest token [0].")
 @click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Seed for sampling [0].")
-@click.option("--tokenizer", metavar="FILE", help="If the run has no tokenizer, or its file was moved.")
+@click.option("--tokenizer", metavar="FILE", help="Tokenizer file, if the run has none or it was moved.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each input.")
 @click.option("--trust", is_flag=True, help="Run user code that the checkpoint's recipe references.")
 def command(

@@ -29,7 +29,7 @@ def command(recipe: str, overrides: tuple[str, ...], to: Path, short_side: int |
     """Write the pixels of all images of RECIPE's dataset, and a recipe that reads them and gives the same weights.
 
     The pixels are stored in tar archives in WebDataset format, about ten times as large as JPEGs. The recipe is
-    recipe.yaml next to them.
+    stored next to them as recipe.yaml.
     """
     from lockstep.config.load import load
     from lockstep.setup.build import open_recipe_data

@@ -23,8 +23,8 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
     """Remove checkpoints of each RUN, a run folder or a folder of runs, to free disk space.
 
     The newest --keep checkpoints stay, and the checkpoints that `latest` and `best` point to always stay. You can still
-    resume and evaluate the run, and predict with it. For each run, the size of the removed and of the kept checkpoints
-    is shown. A run that is training, or whose newest checkpoint is damaged, keeps all checkpoints.
+    resume and evaluate the run, and predict with it. For each run, the sizes of the removed and the kept checkpoints
+    are shown. A run that is training, or whose newest checkpoint is damaged, keeps all checkpoints.
     """
     from lockstep.runs.runs import find_run_folders
     from lockstep.training.checkpoint import store
@@ -46,18 +46,18 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
             except DataError as error:
                 advice = "remove the damaged checkpoint if an older one is enough"
                 problems.append(DataError(f"{error}; {run} keeps all checkpoints: {advice}"))
-        freed, kept, verb = 0, 0, "would free" if dry_run else "freed"
+        total_freed, total_kept, verb = 0, 0, "would free" if dry_run else "freed"
         for run, paths in surplus.items():
-            stays = [path for path in store.list_checkpoints(run / store.FOLDER) if path not in paths]
-            freed += (count := sum(map(store.compute_size, paths)))
-            kept += (stays_bytes := sum(map(store.compute_size, stays)))
+            kept_paths = [path for path in store.list_checkpoints(run / store.FOLDER) if path not in paths]
+            total_freed += (freed_bytes := sum(map(store.compute_size, paths)))
+            total_kept += (kept_bytes := sum(map(store.compute_size, kept_paths)))
             names = ", ".join(path.name for path in paths)
-            done = f"{verb} {format_bytes(count)}: {names}" if paths else "nothing to remove"
-            number = f"{len(stays)} checkpoint{'' if len(stays) == 1 else 's'}"
-            click.echo(f"{printable_line(str(run))}: {done}; keeps {number}, {format_bytes(stays_bytes)}")
+            done = f"{verb} {format_bytes(freed_bytes)}: {names}" if paths else "nothing to remove"
+            kept_count = f"{len(kept_paths)} checkpoint{'' if len(kept_paths) == 1 else 's'}"
+            click.echo(f"{printable_line(str(run))}: {done}; keeps {kept_count}, {format_bytes(kept_bytes)}")
             for path in () if dry_run else paths:
                 store.remove(path)
     if len(surplus) > 1:
-        click.echo(f"{verb} {format_bytes(freed)} in all; keeps {format_bytes(kept)}")
+        click.echo(f"{verb} {format_bytes(total_freed)} in all; keeps {format_bytes(total_kept)}")
     if problems:
         raise type(problems[0])("\n".join(map(str, problems)))

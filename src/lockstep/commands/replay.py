@@ -15,7 +15,7 @@ from lockstep.errors import UsageError
 @click.option("--steps", metavar="A:B", help="Replay steps A to B, including B.")
 @click.option("--check", type=click.IntRange(1), metavar="K", help="Replay K randomly chosen steps.")
 @click.option("--samples", is_flag=True, help="With --step: list the samples of the step and compute nothing.")
-@click.option("--change", multiple=True, metavar="KEY=VALUE", help="Change a value of the recipe from there on.")
+@click.option("--change", multiple=True, metavar="KEY=VALUE", help="Change a value of the recipe after the checkpoint.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The page to write [replay-STEP.html].")
 @click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="With --step: write a trace for bisect.")
 @click.option("--trust", is_flag=True, help="Run user code that the run's recipe references.")
@@ -33,11 +33,11 @@ def command(
     """Replay steps of RUN, a run folder, from the nearest checkpoint before them, and compare their bits.
 
     A step only depends on the recipe, the data, the step number and the weights, so one process computes the same bits
-    as many processes. Overrides set where it is computed: placement.strategy=zero3 placement.processes=2,
-    recipe.data.root=/data. Nothing is written to RUN.
+    as many processes. Overrides set where the steps are computed: placement.strategy=zero3
+    placement.processes=2, recipe.data.root=/data. Nothing is written to RUN.
 
-    For a custom training loop, pass the command that runs its script, which doesn't need any change: -- python train.py
-    --size 3.
+    For a custom training loop, pass the command that runs its script. The script itself doesn't need to be changed:
+    -- python train.py --size 3.
 
     With --step, the page also shows the loss of each sample, the norms of gradients and updates, the largest
     activations, and the origin of the first value that isn't finite. --trace writes the digest of each tensor of the

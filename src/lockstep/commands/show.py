@@ -27,7 +27,7 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
     from lockstep.config.load import load, to_yaml
     from lockstep.config.placement import FOREIGN
     from lockstep.config.shipped import list_shipped_recipes
-    from lockstep.core.devices import describe_backend as backend_in_words
+    from lockstep.core.devices import describe_backend
 
     loaded = load(recipe, overrides)
     names = (loaded.origins[f"recipe.{section}.name"] for section in ("model", "optimizer"))
@@ -41,13 +41,13 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
             find_origin(model.name, model.source)
             if ":" not in optimizer:
                 find_optimizer(optimizer)
-    following = [*iterate_derived_values(loaded.config.recipe)]
+    derived_values = [*iterate_derived_values(loaded.config.recipe)]
     _recipe.print_notes(loaded)
     click.echo(to_yaml(loaded))
-    for name, text in following:
+    for name, text in derived_values:
         click.echo(f"{name:<15}{text}")
     placement = loaded.config.placement
-    click.echo(f"{'communication':<15}{backend_in_words(placement.backend, placement.device)}")
+    click.echo(f"{'communication':<15}{describe_backend(placement.backend, placement.device)}")
     if placement.strategy.name in FOREIGN:
         from lockstep.setup.resolved import resolve_config  # imports torch
 
@@ -64,16 +64,16 @@ def iterate_derived_values(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if samples is None:
         yield "samples", "printed at the start of lockstep train, as are the steps and the learning rates"
     else:
-        run = compute_steps(recipe, samples)
-        length = format_epochs(run.total_samples / run.samples_per_epoch)
-        dropped = f" ({run.length - run.samples_per_epoch} dropped)" if run.drop_last else ""
-        yield "samples", f"{run.samples_per_epoch} an epoch{dropped}, {run.total_samples} in {length}"
-        yield "steps", f"{run.per_epoch} an epoch, {run.total} in all"
-        last = run[run.per_epoch - 1]
+        steps = compute_steps(recipe, samples)
+        length = format_epochs(steps.total_samples / steps.samples_per_epoch)
+        dropped = f" ({steps.length - steps.samples_per_epoch} dropped)" if steps.drop_last else ""
+        yield "samples", f"{steps.samples_per_epoch} an epoch{dropped}, {steps.total_samples} in {length}"
+        yield "steps", f"{steps.per_epoch} an epoch, {steps.total} in all"
+        last = steps[steps.per_epoch - 1]
         if last.samples < recipe.batch:
-            cuts = _format_sizes(last.microbatches(recipe.microbatches))
-            yield "last step", f"of an epoch: {last.samples} samples, micro-batches {cuts}"
-        yield "rates", _format_rates(recipe, run)
+            microbatch_sizes = _format_sizes(last.microbatches(recipe.microbatches))
+            yield "last step", f"of an epoch: {last.samples} samples, micro-batches {microbatch_sizes}"
+        yield "rates", _format_rates(recipe, steps)
 
 
 def _format_sizes(ranges: list[range]) -> str:
@@ -81,13 +81,13 @@ def _format_sizes(ranges: list[range]) -> str:
     return ", ".join(f"{count} of {size}" for size, count in counts.items()) + " samples"
 
 
-def _format_rates(recipe: Recipe, run: Steps) -> str:
+def _format_rates(recipe: Recipe, steps: Steps) -> str:
     """Describe the learning rates at the first update, after warm-up, and at the last update."""
-    rate_at = find_rate(recipe, run).compute_rate
-    last = run[run.total - 1].samples_seen
-    warm = run[count_warm_up_steps(recipe, run)].samples_seen
-    marks = {"at the start": 0, "after warm-up": warm, "at the last step": last}
-    if not 0 < warm < last:
+    rate_at = find_rate(recipe, steps).compute_rate
+    last = steps[steps.total - 1].samples_seen
+    warm_up_end = steps[count_warm_up_steps(recipe, steps)].samples_seen
+    marks = {"at the start": 0, "after warm-up": warm_up_end, "at the last step": last}
+    if not 0 < warm_up_end < last:
         del marks["after warm-up"]
     rates = ", ".join(f"{rate_at(samples):.6g} {when}" for when, samples in marks.items())
-    return rates if warm <= last else f"{rates}, which is still in warm-up"
+    return rates if warm_up_end <= last else f"{rates}, which is still in warm-up"

@@ -25,11 +25,17 @@ from lockstep.launchers.kubernetes import KINDS, Cluster
     help="Time limit, such as 04:00:00 or 1-12 (days-hours). Defaults to the limit of the partition (slurm).",
 )
 @click.option(
-    "--warn-before", type=int, default=120, show_default=True, help="Seconds to save before a job or node is stopped."
+    "--warn-before",
+    type=int,
+    default=120,
+    show_default=True,
+    help="Seconds that a run gets to save before its job or node is stopped.",
 )
 @click.option("--gpus-per-node", default="", metavar="[TYPE:]NUMBER", help="GPUs of each host.")
 @click.option("--cpus-per-task", type=click.IntRange(1), help="Cores of each process.")
-@click.option("--partition", default="", help="The partition to run in. Defaults to the default of the site (slurm).")
+@click.option(
+    "--partition", default="", help="The partition to run in. Defaults to the site's default partition (slurm)."
+)
 @click.option("--account", default="", help="The account to charge. Defaults to your own (slurm).")
 @click.option("--name", help="Name of the job. Defaults to the name of the recipe or script.")
 @click.option("--option", "options", multiple=True, metavar="WORD", help="Passed to sbatch. Can be repeated (slurm).")

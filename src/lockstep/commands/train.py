@@ -54,7 +54,7 @@ def command(arguments: tuple[str, ...], cfg: str | None, gpus: int | None) -> No
 
 
 def _train_here(load: Callable[[], LoadedConfig], on_start: Callable[[], None]) -> int:
-    """Train on this machine without a launcher, and return the exit code. If the run is complete, print a notice."""
+    """Train on this machine without a launcher, and return the exit code. For a complete run, only print a notice."""
     from lockstep.config.placement import FASTEST
     from lockstep.setup.completed import make_completion_notice
 

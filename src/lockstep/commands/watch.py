@@ -17,7 +17,9 @@ _REFRESH_S: Final = 1.0  # seconds between two refreshes
 @click.command("watch")
 @click.argument("folders", nargs=-1, metavar="[RUN]...", type=click.Path())
 @click.option(
-    "--wait", is_flag=True, help="Wait for runs that don't exist yet, and for runs that ended early to resume."
+    "--wait",
+    is_flag=True,
+    help="Wait until runs that don't exist yet are started, and until runs that ended early are resumed.",
 )
 @click.option("--port", type=click.IntRange(0, 65_535), help="Also serve a page with charts. 0 picks a free port.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address that --port listens on.")
@@ -38,10 +40,10 @@ def command(folders: tuple[str, ...], wait: bool, port: int | None, host: str) -
         reject_url(folder, "watch")
     if port is None and host != "127.0.0.1":
         raise UsageError(f"--host {host}: requires --port; add --port 0, or the port to use")
-    watch = RunWatcher([Path(folder) for folder in folders or ("runs",)], wait)
-    runs = watch.refresh()
-    if watch.warning:
-        click.echo(printable_line(f"warning: {watch.warning}"), err=True)
+    watcher = RunWatcher([Path(folder) for folder in folders or ("runs",)], wait)
+    runs = watcher.refresh()
+    if watcher.warning:
+        click.echo(printable_line(f"warning: {watcher.warning}"), err=True)
     with ExitStack() as stack:
         server = stack.enter_context(PageServer(host, port)) if port is not None else None
         if server is not None:
@@ -49,15 +51,15 @@ def command(folders: tuple[str, ...], wait: bool, port: int | None, host: str) -
         view = LiveView(sys.stdout)
         stack.callback(view.close)
         while True:
-            is_done = bool(runs) and all(is_over(run, wait) for run in runs)
+            all_over = bool(runs) and all(is_over(run, wait) for run in runs)
             view.show(runs, time.time())
             if server is not None:
-                server.publish(runs, is_done)
-            if is_done:
+                server.publish(runs, all_over)
+            if all_over:
                 break
             if all(run.is_fully_read for run in runs):
                 time.sleep(_REFRESH_S)
-            runs = watch.refresh()
+            runs = watcher.refresh()
     for run in runs:
         click.echo(printable(describe_ending(run)))
     sys.exit(get_exit_code([run.state for run in runs]))

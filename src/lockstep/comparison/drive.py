@@ -99,20 +99,20 @@ def _train_placement(plan: PlannedRun, show: Callable[[ResultRow], None]) -> Res
     """Execute a planned run, and return its final row. `show` is called with the updated row after each event."""
     row = replace(plan.row, state="running")
     show(row)
-    start, first = time.time(), 0
+    start_time, start_step = time.time(), 0
     reason = "it ended without a result"
     try:
         # If the user interrupts the comparison, `closing` ends the processes of the run immediately.
         with closing(train_in_background(plan.loaded, plan.train)) as events:
             for event in events:
                 if isinstance(event, Started):
-                    start, first = time.time(), event.step
+                    start_time, start_step = time.time(), event.step
                     row = replace(row, step=event.step, steps=event.steps)
                 reason = f"stopped by {event.reason}" if isinstance(event, Stopped) else reason
-                if isinstance(event, Stepped) and event.step > first:  # estimate the remaining time
-                    passed = time.time() - start
-                    left_s = passed / (event.step - first) * (row.steps - event.step)
-                    row = replace(row, step=event.step, left_s=left_s, history=History(seconds=passed))
+                if isinstance(event, Stepped) and event.step > start_step:  # estimate the remaining time
+                    elapsed_s = time.time() - start_time
+                    left_s = elapsed_s / (event.step - start_step) * (row.steps - event.step)
+                    row = replace(row, step=event.step, left_s=left_s, history=History(seconds=elapsed_s))
                 show(row)
     except LockstepError as error:
         reason = str(error).partition("\n")[0][:_MAX_REASON_CHARS]

@@ -46,13 +46,13 @@ class Display:
         """Update the display with the current state of the comparison."""
         states = [row.state for row in comparison.rows]
         changed, self._states = states != self._states, states
-        time_s = time.monotonic()
+        now_s = time.monotonic()
         if self._live is None:
             if changed:
                 row = [candidate for candidate in comparison.rows if candidate.state != "waiting"][-1]
                 self._console.print(Text(printable(_format_progress(row))), soft_wrap=True)
-        elif changed or time_s - self._last_draw_s >= _DRAW_INTERVAL_S:
-            self._last_draw_s = time_s
+        elif changed or now_s - self._last_draw_s >= _DRAW_INTERVAL_S:
+            self._last_draw_s = now_s
             left_s = comparison.left_s
             remaining = (
                 ""

@@ -77,17 +77,17 @@ def _make_scaling_charts(comparison: Comparison) -> Iterator[Chart]:
     numbers = sorted({row.processes for row in comparison.done})
     if len(numbers) < 2:
         return
-    over_processes = partial(make_line_chart, x="processes", legend="strategies")
-    time = _make_series(comparison, lambda row: row.seconds)
-    yield over_processes("Time of the whole training", y="seconds", series=time)
+    make_scaling_chart = partial(make_line_chart, x="processes", legend="strategies")
+    durations = _make_series(comparison, lambda row: row.seconds)
+    yield make_scaling_chart("Time of the whole training", y="seconds", series=durations)
     throughput = _make_series(comparison, lambda row: row.samples_per_s)
-    yield over_processes("Throughput", y="samples/s", series=throughput, note=_THROUGHPUT_NOTE)
+    yield make_scaling_chart("Throughput", y="samples/s", series=throughput, note=_THROUGHPUT_NOTE)
     speed_up = _make_series(comparison, comparison.speed_up)
     ideal = {"ideal": [(float(number), float(number)) for number in numbers]}
-    yield over_processes("Speed-up over one process", y="times", series=speed_up | ideal, ideal="ideal")
+    yield make_scaling_chart("Speed-up over one process", y="times", series=speed_up | ideal, ideal="ideal")
     efficiency = _make_series(comparison, comparison.efficiency)
     ideal = {"ideal": [(float(number), 1.0) for number in numbers]}
-    yield over_processes("Scaling efficiency", y="speed-up / processes", series=efficiency | ideal, ideal="ideal")
+    yield make_scaling_chart("Scaling efficiency", y="speed-up / processes", series=efficiency | ideal, ideal="ideal")
 
 
 def _make_series(
@@ -133,26 +133,26 @@ def _make_time_and_memory_charts(comparison: Comparison) -> Iterator[Chart]:
 def _make_metric_charts(comparison: Comparison) -> Iterator[Chart]:
     """Yield a chart of the loss and of each monitored metric, with a curve for each placement."""
     histories = {_get_row_label(comparison, row): row.history for row in comparison.done}
-    for figure in dict.fromkeys(("loss", *(history.monitor for history in histories.values()))):
-        if (figure_chart := make_metric_chart(figure, histories)) is not None:
-            yield figure_chart
+    for metric in dict.fromkeys(("loss", *(history.monitor for history in histories.values()))):
+        if (chart := make_metric_chart(metric, histories)) is not None:
+            yield chart
 
 
 def _make_sweep_chart(comparison: Comparison) -> Iterator[Chart]:
     """If the comparison is a sweep over a number, yield a chart of the final metric over this number."""
     rows = comparison.done if _is_sweep(comparison) else []
-    points, keys, figures = [], set(), set()
+    points, keys, metric_kinds = [], set(), set()
     for row in rows:
         key, _, text = row.variant.partition("=")
-        value, figure = _parse_number(text), row.history.metric or _get_last_loss(row)
-        if value is None or figure is None:
+        value, metric = _parse_number(text), row.history.metric or _get_last_loss(row)
+        if value is None or metric is None:
             return
         keys.add(key)
-        figures.add((figure.name, figure.is_fraction))
-        points.append((value, figure.value))
-    if len(points) < _MIN_CHART_VALUES or len(keys) > 1 or len(figures) > 1:
+        metric_kinds.add((metric.name, metric.is_fraction))
+        points.append((value, metric.value))
+    if len(points) < _MIN_CHART_VALUES or len(keys) > 1 or len(metric_kinds) > 1:
         return
-    [key], [(name, is_fraction)] = keys, figures
+    [key], [(name, is_fraction)] = keys, metric_kinds
     low, high = min(points)[0], max(points)[0]
     yield make_line_chart(
         f"{name} by {key}",

@@ -81,7 +81,7 @@ def parse_placements(text: str) -> tuple[Strategy, ...]:
 
 
 def parse_processes(text: str) -> tuple[int, ...]:
-    """Parse a list of numbers of processes such as `1,2,4`."""
+    """Parse a list of process counts such as `1,2,4`."""
     numbers = text.split(",")
     if not all(number.strip().isdecimal() and int(number) for number in numbers):
         raise UsageError(f"--processes: expected integers of at least 1, such as 1,2,4, got {text}")
@@ -96,8 +96,8 @@ def make_comparison_path(source: str) -> Path:
 def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
     """Plan the runs of a comparison. For each variant of the recipe, a single process runs first, as the reference.
 
-    Only the strategies `single` and, if requested, `data_parallel` run on one process. If any placement isn't possible,
-    raises UsageError with the reasons of all placements that aren't.
+    Only the strategies `single` and, if requested, `data_parallel` run on one process. If any placements aren't
+    possible, raises UsageError with the reasons for all of them.
     """
     _check_overrides((*request.overrides, *request.variants))
     torch.set_num_threads(1)  # forked processes must not inherit a thread pool
@@ -110,7 +110,7 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
             for count in _list_process_counts(strategy, request.processes)
         ),
     ]
-    unique = [pair for number, pair in enumerate(pairs) if pair not in pairs[:number]]
+    unique_pairs = [pair for number, pair in enumerate(pairs) if pair not in pairs[:number]]
     plans: list[PlannedRun] = []
     problems: list[str] = []
     recipe_problems: list[str] = []
@@ -118,13 +118,13 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
     for variant, loaded in _load_variants(request, _make_placement_overrides(*reference)):
         try:
             setup = _open_setup(loaded)
-        except UsageError as error:  # errors of the original recipe aren't repeated for its variants
+        except UsageError as error:  # errors in the original recipe aren't repeated for its variants
             if str(error) not in recipe_problems:
                 recipe_problems.append(f"{variant}: {error}" if variant else str(error))
             continue
         label = variant or ", ".join(_format_value(loaded, key) for key in keys)
         suffix = f", {label}" if label else ""
-        for strategy, count in unique:
+        for strategy, count in unique_pairs:
             name = _format_strategy(strategy)
             try:
                 plan = _plan_run(request, variant, name, strategy, count, setup)
@@ -140,7 +140,7 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
 
 
 def check_folders(plans: Sequence[PlannedRun], folder: Path) -> None:
-    """Raise UsageError if runs in `folder` have a different recipe. The error lists each key that differs once."""
+    """Raise UsageError if runs in `folder` have a different recipe. The error lists each differing key once."""
     configs = [(Path(plan.row.folder) / CONFIG_NAME, plan.loaded.config.recipe) for plan in plans]
     differences = dict.fromkeys(
         line
@@ -233,12 +233,12 @@ def _format_strategy(strategy: Strategy) -> str:
 
 def _check_overrides(overrides: Sequence[str]) -> None:
     """Raise UsageError for overrides of keys that a comparison sets itself."""
-    for word in overrides:
-        key = word.partition("=")[0].strip()
-        if any(key == own_key or key.startswith(f"{own_key}.") for own_key in _RESERVED_KEYS):
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if any(key == reserved_key or key.startswith(f"{reserved_key}.") for reserved_key in _RESERVED_KEYS):
             raise UsageError(
-                f"{word}: lockstep compare sets {key} for each run; use --placements for strategies, --processes for "
-                f"numbers of processes, and --dir for the folder"
+                f"{override}: lockstep compare sets {key} for each run; use --placements for strategies, --processes "
+                f"for numbers of processes, and --dir for the folder"
             )
 
 

@@ -27,7 +27,7 @@ State = Literal["waiting", "running", "done", "failed"]
 PARTS: Final = ("computing", "data", "waiting", "waiting for a core")
 _TRAINING: Final = (*PARTS, "training")
 MIB: Final = 1 << 20
-_UNINFORMATIVE_CELLS: Final = {"", "done", "1.00", "100%", "0%"}  # a column with only one of these values is omitted
+_UNINFORMATIVE_CELLS: Final = {"", "done", "1.00", "100%", "0%"}  # a column that only contains one of these is omitted
 _STYLES: Final = {"waiting": "dim", "running": "green", "failed": "red"}
 
 
@@ -103,7 +103,7 @@ class ResultRow:
 class Comparison:
     """The result of `compare`, with a row for each placement, in the order in which they ran.
 
-    `machine` describes the machine.
+    `machine` is a description of the machine that ran them.
     """
 
     recipe: str
@@ -187,11 +187,11 @@ def make_columns(comparison: Comparison) -> dict[str, list[str]]:
     The most important columns come first. Columns without information are omitted.
     """
     rows = [row if row.state == "done" else replace(row, history=History()) for row in comparison.rows]
-    names = dict.fromkeys(row.history.metric.name for row in rows if row.history.metric)
-    figures: list[_Column] = [(name, partial(_format_metric, name)) for name in names]
-    all_columns = [*_COLUMNS[:_METRICS_COLUMN], *figures, *_COLUMNS[_METRICS_COLUMN:]]
+    metric_names = dict.fromkeys(row.history.metric.name for row in rows if row.history.metric)
+    metric_columns: list[_Column] = [(name, partial(_format_metric, name)) for name in metric_names]
+    all_columns = [*_COLUMNS[:_FIRST_METRIC_COLUMN], *metric_columns, *_COLUMNS[_FIRST_METRIC_COLUMN:]]
     cells = [(heading, [cell(comparison, row) for row in rows]) for heading, cell in all_columns]
-    cells.insert(_METRICS_COLUMN + len(names), ("best", describe_best_run([row.history for row in rows])))
+    cells.insert(_FIRST_METRIC_COLUMN + len(metric_names), ("best", describe_best_run([row.history for row in rows])))
     return {
         heading: values for heading, values in cells if len({*values} - {""}) > 1 or {*values} - _UNINFORMATIVE_CELLS
     }
@@ -264,8 +264,8 @@ def _format_bit_equality(comparison: Comparison, row: ResultRow) -> str:
 
 
 def _format_metric(metric_name: str, _: Comparison, row: ResultRow) -> str:
-    figure = row.history.metric
-    return wording.format_value(figure.value, figure.is_fraction) if figure and figure.name == metric_name else ""
+    metric = row.history.metric
+    return wording.format_value(metric.value, metric.is_fraction) if metric and metric.name == metric_name else ""
 
 
 def _format_number(value: float | None, fmt: str) -> str:
@@ -276,7 +276,7 @@ def _format_time_fraction(row: ResultRow, activity: str) -> str:
     return _format_number(row.part(activity), "{:.0%}")
 
 
-_METRICS_COLUMN: Final = 3
+_FIRST_METRIC_COLUMN: Final = 3
 _COLUMNS: Final[tuple[_Column, ...]] = (
     ("placement", lambda _, row: row.placement),
     ("recipe", _format_variant),

@@ -29,7 +29,7 @@ def main(format_name: str, path: str, job_folder: str) -> None:
     if not job["lockstep"]:
         sys.modules["lockstep"] = None  # type: ignore[assignment]  # makes `import lockstep` raise ImportError
     # Clone the tensors, because kernels may sum in a different order if a tensor isn't aligned to a cache line.
-    tensors = {format_name: tensor.clone() for format_name, tensor in load_file(folder / "inputs.safetensors").items()}
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "inputs.safetensors").items()}
     leaves = [tensors[str(number)] for number in range(len(tensors))]
     inputs = pytree.tree_unflatten(leaves, pytree.treespec_loads(job["inputs"]))
     loaders: dict[str, Any] = {
@@ -82,9 +82,9 @@ def run_onnx(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
 
 
 def run_transformers(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
-    """Load a folder with the Auto classes of transformers, and run the model.
+    """Load the model from a folder using the Auto classes of transformers, and run it.
 
-    If there is a tokenizer or an image processor, also check its tokens or its normalization.
+    If there is a tokenizer or an image processor, its tokens or its normalization are checked as well.
     """
     library = import_module("transformers")
     if job.get("text") is not None:

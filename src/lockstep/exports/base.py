@@ -28,9 +28,9 @@ class ExportSource:
 
 
 class Format(Protocol):
-    """A module that writes an export format. Its constants describe the files that it writes.
+    """A module that writes an export format.
 
-    exports/as_user.py contains a function with the name of the format, which loads the export back.
+    For each format, exports/as_user.py contains a function that loads the export.
     """
 
     SUFFIX: str  # file name suffix, or empty if the export is a folder
@@ -47,7 +47,7 @@ class Format(Protocol):
 
 
 def check_origin(saved: SavedModel, library: str) -> None:
-    """Raise UsageError if the model of a run doesn't come from this library."""
+    """Raise UsageError if the model of a run doesn't come from `library`."""
     origin = find_origin(saved.recipe.model.name, saved.recipe.model.source)
     if origin != library:
         options = f"--to {origin}, " if origin in ("timm", "transformers") else ""

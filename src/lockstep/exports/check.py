@@ -1,4 +1,4 @@
-"""Checks an export: compares its outputs in a process without Lockstep with the outputs of the run's model."""
+"""Checks an export: runs it in a process without Lockstep, and compares its outputs with those of the run's model."""
 
 import json
 import os
@@ -46,10 +46,10 @@ def check_export(
 
     `outputs` are the outputs of the run's model. `job` contains further settings for the process. With `exact`, the
     outputs must be equal. Otherwise, they may differ by the rounding errors of two forward passes in fp32. Raises
-    TrainingError if the export can't be loaded, or if its outputs differ by more.
+    TrainingError if the export can't be loaded, or if its outputs differ too much.
     """
     actual = _run_export(format_name, path, inputs, job)
-    allowed = 0.0 if exact else _compute_tolerance(model, inputs)
+    tolerance = 0.0 if exact else _compute_tolerance(model, inputs)
     if actual.shape != outputs.shape or actual.dtype != outputs.dtype:
         raise TrainingError(
             f"export to {format_name}: the loaded export returns {actual.dtype} of shape {list(actual.shape)}, but the "
@@ -57,16 +57,16 @@ def check_export(
             f"different --to"
         )
     if torch.equal(actual, outputs):
-        return Deviation(0.0, allowed)
+        return Deviation(0.0, tolerance)
     scale = max(float(outputs.abs().max()), torch.finfo(torch.float32).tiny)
     difference = float((actual.double() - outputs.double()).abs().max()) / scale
-    if not difference <= allowed:  # this condition also catches NaN
+    if not difference <= tolerance:  # this condition also catches NaN
         raise TrainingError(
             f"export to {format_name}: outputs of the loaded export differ from the model of the run by "
-            f"{difference:.2g} of the largest output (tolerance {allowed:.2g}), so nothing was written; use a "
+            f"{difference:.2g} of the largest output (tolerance {tolerance:.2g}), so nothing was written; use a "
             f"different --to"
         )
-    return Deviation(difference, allowed)
+    return Deviation(difference, tolerance)
 
 
 def _run_export(format_name: str, path: Path, inputs: Inputs, job: Mapping[str, Any]) -> Tensor:

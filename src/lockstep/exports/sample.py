@@ -34,11 +34,11 @@ def make_sample(saved: SavedModel) -> SampleInputs:
         split, name = (data.train, "training") if data.validation is None else (data.validation, "validation")
         count = min(_SAMPLES, len(split))
         batch = split.fetch(np.arange(count), None)
-        arrived = get_device_transforms(saved.recipe, data).transform_evaluation_batch(batch)
-        real = saved.find_task(arrived).inputs(arrived)
-        if isinstance(real, Mapping) and ANSWERS in real:
-            real = (real[IDS].flatten(0, 1),)  # the export doesn't contain the reference model
-        return SampleInputs(real, f"{count} samples of the {name} data")
+        transformed = get_device_transforms(saved.recipe, data).transform_evaluation_batch(batch)
+        real_inputs = saved.find_task(transformed).inputs(transformed)
+        if isinstance(real_inputs, Mapping) and ANSWERS in real_inputs:
+            real_inputs = (real_inputs[IDS].flatten(0, 1),)  # the export doesn't contain the reference model
+        return SampleInputs(real_inputs, f"{count} samples of the {name} data")
     except (UsageError, TrainingError) as error:
         inputs = _synthesize_inputs(saved)
         if inputs is None:

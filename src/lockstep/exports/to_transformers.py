@@ -34,10 +34,10 @@ def write(export_source: ExportSource, path: Path) -> str:
     import_module("transformers.utils.logging").disable_progress_bar()
     model.save_pretrained(str(path))  # type: ignore[operator]
     if saved.tokenizer_type:
-        kind: Any = import_module("transformers").PreTrainedTokenizerFast
-        library = get_tokenizer(saved).library
-        longest = {"model_max_length": saved.dataset_info.context} if saved.dataset_info.context else {}
-        kind(tokenizer_object=library, **longest).save_pretrained(str(path))
+        tokenizer_class: Any = import_module("transformers").PreTrainedTokenizerFast
+        library_tokenizer = get_tokenizer(saved).library
+        length_option = {"model_max_length": saved.dataset_info.context} if saved.dataset_info.context else {}
+        tokenizer_class(tokenizer_object=library_tokenizer, **length_option).save_pretrained(str(path))
     if processor := get_image_settings(saved):
         _make_image_processor(saved, processor).save_pretrained(str(path))
     return ""

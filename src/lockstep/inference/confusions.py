@@ -1,4 +1,4 @@
-"""Report sections about a classifier: its confusion matrix or most frequent mistakes, and its recall and precision."""
+"""Sections of a report about a classifier: its confusion matrix or most frequent mistakes, recall and precision."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -50,7 +50,7 @@ def _make_mistake_table(
     predicted: Tensor,
     occurrences: Tensor,
     class_counts: Tensor,
-    counted_noun: str,
+    unit: str,
 ) -> Section:
     title = f"{run_name}: most frequent mistakes"
     is_mistake = targets != predicted
@@ -73,7 +73,7 @@ def _make_mistake_table(
     note = (
         f"{len(class_names):,} classes are too many for a matrix. These are the most frequent of {len(keys):,} pairs."
     )
-    return Table(title, ["true", "predicted", counted_noun, "share of the class"], rows, note)
+    return Table(title, ["true", "predicted", unit, "share of the class"], rows, note)
 
 
 def _make_class_table(
@@ -106,7 +106,11 @@ def _make_class_table(
         if is_collapsed
         else ""
     )
-    selection = f" The {len(rows)} with the lowest recall of {len(classes):,}." if len(rows) < len(classes) else ""
+    selection = (
+        f" These are the {len(rows)} of {len(classes):,} classes with the lowest recall."
+        if len(rows) < len(classes)
+        else ""
+    )
     note = (
         f"{collapse}Recall: the share of a class that is found. Precision: the share of its predictions that are "
         f"correct.{selection}"

@@ -145,23 +145,23 @@ def write_masks(
             f"lockstep.load"
         )
     files = find_image_files(inputs)
-    targets = {file: folder / f"{file.stem}.png" for file in files}
-    if len({*targets.values()}) < len(targets):
+    mask_paths = {file: folder / f"{file.stem}.png" for file in files}
+    if len({*mask_paths.values()}) < len(mask_paths):
         raise UsageError(f"--out {folder}: two images have the same name; run predict once for each folder of images")
-    existing = next((target for target in targets.values() if target.exists()), None)
+    existing = next((mask_path for mask_path in mask_paths.values() if mask_path.exists()), None)
     if existing is not None:
         raise UsageError(f"{existing}: already exists; use a different folder in --out")
     folder.mkdir(parents=True, exist_ok=True)
 
     def make_row(outputs: Tensor, image: LoadedImage) -> Row:
-        numbers = outputs.argmax(0)
+        class_indices = outputs.argmax(0)
         height, width = image.size
-        mask = Image.fromarray(numbers.to(torch.uint8).numpy()).resize((width, height), Image.Resampling.NEAREST)
-        mask.save(targets[image.file])
-        shares = torch.bincount(numbers.flatten(), minlength=len(names)).double() / numbers.numel()
+        mask = Image.fromarray(class_indices.to(torch.uint8).numpy()).resize((width, height), Image.Resampling.NEAREST)
+        mask.save(mask_paths[image.file])
+        shares = torch.bincount(class_indices.flatten(), minlength=len(names)).double() / class_indices.numel()
         order = shares.argsort(descending=True, stable=True).tolist()
         classes = [{"class": names[number], "share": float(shares[number])} for number in order if shares[number]]
-        return {"mask": str(targets[image.file]), "classes": classes}
+        return {"mask": str(mask_paths[image.file]), "classes": classes}
 
     return _predict_images(saved, model, inputs, make_row, warn)
 
@@ -182,8 +182,8 @@ def _predict_images(
 ) -> Iterator[Row]:
     """Yield a prediction for each image, which `make_row` creates from the model outputs on the CPU.
 
-    If an image can't be read, the prediction contains the reason as `skipped` instead. If images are dark on light, but
-    the training images were light on dark, `warn` is called after the last prediction.
+    If an image can't be read, the prediction contains the reason as `skipped` instead. If images look inverted
+    compared to the training images, `warn` is called after the last prediction.
     """
     polarity, inverted = find_polarity(*saved.mean_and_std), list[tuple[str, float]]()
     preprocessing, files = get_preprocessing(saved), find_image_files(inputs)

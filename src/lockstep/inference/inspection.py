@@ -78,7 +78,7 @@ def inspect_runs(
     if problems:
         sections.append(Paragraphs("", [f"No results of {folder}: {reason}" for folder, reason in problems.items()]))
     if curves := {folder: inspection.loss_curve for folder, inspection in inspections.items() if inspection.loss_curve}:
-        x, y = "tokens before it in the context", "loss"
+        x, y = "preceding tokens in the context", "loss"
         names = [run.folder for run in runs]  # includes runs without a curve, so that colors match the other charts
         sections.append(
             make_line_chart(
@@ -134,8 +134,8 @@ def _inspect_task(
         case Classification():
             return make_mistake_sections(folder, task, validation, batches), []
         case Language():
-            line = compute_loss_by_position(task, batches)
-            return make_text_samples(folder, task, validation, saved), line
+            loss_curve = compute_loss_by_position(task, batches)
+            return make_text_samples(folder, task, validation, saved), loss_curve
         case Regression():
             return make_residual_sections(folder, task, validation, saved.dataset_info.targets or [], batches), []
         case Segmentation():

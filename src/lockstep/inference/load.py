@@ -37,8 +37,8 @@ def load(
     a recipe references only runs if you pass `trust=True`, because the author of the folder could run any code on your
     machine.
 
-    If the recipe builds the model and the run was trained in chunks (recipe.model.chunks), samples of its data are used
-    to check that the unchunked model computes the same function. If this check isn't possible, a warning is shown.
+    If the recipe builds the model and the run was trained in chunks (recipe.model.chunks), samples of the run's data
+    are used to check that the unchunked model computes the same function. If this isn't possible, a warning is shown.
 
     Raises UsageError if the weights don't match the model, if the checkpoint is damaged, or if the unchunked model
     computes a different function than its chunks.

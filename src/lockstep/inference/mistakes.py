@@ -1,4 +1,4 @@
-"""Report sections about the mistakes of a classifier: confused classes, and the samples with the largest losses."""
+"""Sections of a report about a classifier's mistakes: confused classes, and the samples with the largest losses."""
 
 import io
 from base64 import b64encode
@@ -80,7 +80,7 @@ def collect_predictions(task: Classification, batches: Iterable[EvaluatedBatch])
 def _make_worst_mistakes_section(
     title: str, task: Classification, validation: Validation, predictions: ClassPredictions
 ) -> Section:
-    worst, names, name = predictions.find_worst_mistakes(), task.classes, validation.get_sample_name
+    worst, class_names, get_name = predictions.find_worst_mistakes(), task.classes, validation.get_sample_name
     if not worst:
         return Paragraphs(title, ["There are no mistakes."])
     count = int((predictions.targets != predictions.predicted).sum())
@@ -90,9 +90,9 @@ def _make_worst_mistakes_section(
     if not are_images(samples):
         rows = [
             [
-                name(mistake.sample_index),
-                names[mistake.target],
-                names[mistake.predicted],
+                get_name(mistake.sample_index),
+                class_names[mistake.target],
+                class_names[mistake.predicted],
                 *map(_format_probability, mistake[-2:]),
             ]
             for mistake in worst
@@ -103,9 +103,9 @@ def _make_worst_mistakes_section(
         note += " The images are not uint8, so each is stretched: its darkest value is black, its brightest white."
     tiles = []
     for source, mistake in zip(make_thumbnails(samples), worst, strict=True):
-        truth, guess = f"true {names[mistake.target]}", f"predicted {names[mistake.predicted]}"
+        truth, guess = f"true {class_names[mistake.target]}", f"predicted {class_names[mistake.predicted]}"
         lines = [
-            name(mistake.sample_index),
+            get_name(mistake.sample_index),
             f"{truth} ({_format_probability(mistake.target_probability)})",
             f"{guess} ({_format_probability(mistake.predicted_probability)})",
         ]
@@ -119,10 +119,10 @@ def _compute_predictions(task: Classification, evaluated_batch: EvaluatedBatch) 
     guess = outputs.argmax(1)  # breaks ties in the same way as the metrics of the task
     log_probabilities = outputs.double().log_softmax(1)
     losses = -log_probabilities.gather(1, truth.clamp(min=0)[:, None])[:, 0]
-    chances = log_probabilities.gather(1, guess[:, None])[:, 0].exp()
+    probabilities = log_probabilities.gather(1, guess[:, None])[:, 0].exp()
     columns = (
         torch.from_numpy(evaluated_batch.sample_indices),
-        *(tensor.cpu() for tensor in (truth, guess, losses, chances)),
+        *(tensor.cpu() for tensor in (truth, guess, losses, probabilities)),
     )
     return tuple(column[valid.cpu()] for column in columns)
 

@@ -1,4 +1,4 @@
-"""Report sections about a language model: its loss by position in the context, and generated text."""
+"""Sections of a report about a language model: its loss by position in the context, and generated text."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -39,13 +39,13 @@ def compute_loss_by_position(task: Language, batches: Iterable[EvaluatedBatch]) 
         # Batches can have different sequence lengths. pad_sequence pads the shorter row with zeros.
         losses = pad_sequence([losses, token_losses.double().sum(0).cpu()]).sum(1)
         tokens = pad_sequence([tokens, valid.sum(0).cpu()]).sum(1)
-    stretch = max(-(-len(tokens) // _MAX_POINTS), 1)
+    range_length = max(-(-len(tokens) // _MAX_POINTS), 1)
     points = []
-    for first in range(0, len(tokens), stretch):
-        count = int(tokens[first : first + stretch].sum())
+    for first in range(0, len(tokens), range_length):
+        count = int(tokens[first : first + range_length].sum())
         if count:
-            middle = first + (min(stretch, len(tokens) - first) + 1) / 2
-            points.append((middle, float(losses[first : first + stretch].sum()) / count))
+            middle = first + (min(range_length, len(tokens) - first) + 1) / 2
+            points.append((middle, float(losses[first : first + range_length].sum()) / count))
     return points
 
 

@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-_MIDDLE: Final = 0.5  # of values in [0, 1]
+_MIDDLE: Final = 0.5  # middle of the brightness range [0, 1]
 _MIN_CORNERS: Final = 3  # number of corners that must have the color of the background
 
 
@@ -32,9 +32,9 @@ class Polarity(NamedTuple):
 def find_polarity(mean: Sequence[float] | None, std: Sequence[float] | None) -> Polarity | None:
     """Return the polarity of single-channel training images, or None if it isn't certain.
 
-    It is certain if the standard deviation is larger than the distance of the mean to black or to white. In this case,
-    most pixels are background. Photographs don't meet this condition. A mean and std that no image can have, such as 0
-    and 1, aren't statistics of the data, and are ignored.
+    It is certain if the standard deviation is larger than the distance from the mean to black or to white. In this
+    case, most pixels are background. Photographs don't meet this condition. A mean and std that no image can have, such
+    as 0 and 1, aren't statistics of the data, and are ignored.
     """
     if mean is None or std is None or len(mean) != 1 or len(std) != 1:
         return None

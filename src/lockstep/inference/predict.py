@@ -98,7 +98,7 @@ def predict(
     - `tokenizer`: A tokenizer file, if the run doesn't have its own tokenizer.
 
     If the run doesn't support an argument, UsageError is raised. Its message uses the name of the command-line option.
-    A UserWarning is shown if images are dark on light, but the training images were light on dark.
+    A UserWarning is shown if images are dark on light, but the training images were light on dark, or the reverse.
 
     If `run` is a run folder, its newest checkpoint is used, or its best checkpoint with `best=True`. `weights` is
     `model` or `ema`. By default, averaged weights (EMA) are used if the run has them. User code that the recipe
@@ -106,8 +106,8 @@ def predict(
     """
     override_words = tuple(to_arguments(overrides))
     request = EvalRequest(str(run), override_words, trust, best, "predict")
-    out_path, file = None if out is None else Path(out), None if tokenizer is None else str(tokenizer)
-    options = PredictionOptions(top, out_path, prompt, tokens, temperature, seed, file)
+    out_path, tokenizer_path = None if out is None else Path(out), None if tokenizer is None else str(tokenizer)
+    options = PredictionOptions(top, out_path, prompt, tokens, temperature, seed, tokenizer_path)
 
     def iterate_messages() -> Iterator[Row]:
         messages: list[str] = []
@@ -150,9 +150,9 @@ def iterate_predictions(
 ) -> Iterator[Row]:
     """Yield a JSON-compatible prediction for each image, row or prompt, in the order of the inputs.
 
-    `warn` is called with warnings about inputs that the model probably wasn't trained for.
-    Raises UsageError before the first prediction if the request is invalid. If an image can't be read, no error is
-    raised, and its prediction contains the reason as `skipped`.
+    `warn` is called with warnings about inputs that the model probably wasn't trained for. Raises UsageError before the
+    first prediction if the request is invalid. If an image can't be read, no error is raised, and its prediction
+    contains the reason as `skipped`.
     """
     kind = get_prediction_kind(saved)
     _check_request(saved, kind, inputs, options)

@@ -1,4 +1,4 @@
-"""Report pages about runs: their curves, their differences, and examples of model outputs.
+"""Pages about runs: their curves, their differences, and examples of model outputs.
 
 Only the examples require torch.
 """
@@ -108,7 +108,7 @@ def write_report(options: ReportOptions, notify: Callable[[str], None]) -> Repor
 
 
 def _copy_remote_runs(options: ReportOptions) -> list[Path]:
-    """Download the runs at URLs, with a checkpoint if it is needed. Return their local folders."""
+    """Download the runs at URLs, with a checkpoint if one is needed. Return their local folders."""
     urls = [folder for folder in options.runs if is_url(folder)]
     if not urls:
         return []

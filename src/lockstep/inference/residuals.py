@@ -1,4 +1,4 @@
-"""Report sections about a regression model: predicted against true values, and the samples with the largest errors."""
+"""Sections of a report about a regression model: predicted against true values, and the largest errors."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -50,14 +50,14 @@ def _make_error_table(
     run_name: str, validation: Validation, target_names: Sequence[str], true_values: Tensor, predicted_values: Tensor
 ) -> Table:
     errors = (predicted_values - true_values).abs().nan_to_num(torch.inf)
-    largest, number = errors.max(1)
+    largest, target_indices = errors.max(1)
     order = largest.argsort(descending=True, stable=True)[:_MAX_ROWS].tolist()
     several_targets = len(target_names) > 1
     rows = [
         [
             validation.get_sample_name(int(validation.sample_indices[row])),
-            *([target_names[int(number[row])]] if several_targets else []),
-            *(f"{float(values[row, number[row]]):.6g}" for values in (true_values, predicted_values)),
+            *([target_names[int(target_indices[row])]] if several_targets else []),
+            *(f"{float(values[row, target_indices[row]]):.6g}" for values in (true_values, predicted_values)),
         ]
         for row in order
     ]

@@ -150,8 +150,8 @@ class SavedModel:
         """
         recipe = self.recipe
         # Don't load pretrained weights, because the checkpoint contains all weights.
-        plain = make_model_builder(recipe, self.stored_dataset_info)
-        model = initialize_model(partial(build_finetuned, plain, make_tuning(recipe)), recipe.seed)
+        build_plain_model = make_model_builder(recipe, self.stored_dataset_info)
+        model = initialize_model(partial(build_finetuned, build_plain_model, make_tuning(recipe)), recipe.seed)
         check_tensors(self.path, self.tensors, model.state_dict())
         model.load_state_dict(dict(self.tensors))
         return model.eval().requires_grad_(False)

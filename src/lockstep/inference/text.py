@@ -87,19 +87,23 @@ def get_tokenizer(saved: SavedModel, file: str | None = None) -> Tokenizer:
 
     Raises UsageError if the run requires a file that isn't available, or if the tokenizer doesn't match the run.
     """
-    unit = saved.tokenizer_type
+    tokenizer_type = saved.tokenizer_type
     path = file or saved.recipe.data.options.get("tokenizer")
-    if unit is None and file is None:
+    if tokenizer_type is None and file is None:
         raise UsageError(
-            f"{saved.path}: dataset {saved.recipe.data.name} has no tokenizer; pass the file of the tokenizer "
-            f"(tokenizers library) that produced its tokens with --tokenizer"
+            f"{saved.path}: dataset {saved.recipe.data.name} has no tokenizer; use --tokenizer to pass the file "
+            f"of the tokenizer (tokenizers library) that produced its tokens"
         )
-    if unit not in (None, "tokenizer") and file is not None:
-        raise UsageError(f"--tokenizer: this run uses a {unit} tokenizer, which has no file; remove --tokenizer")
-    if unit == "tokenizer" and not isinstance(path, str):
-        raise UsageError(f"{saved.path}: the run uses a tokenizer file with unknown path; pass it with --tokenizer")
+    if tokenizer_type not in (None, "tokenizer") and file is not None:
+        raise UsageError(
+            f"--tokenizer: this run uses a {tokenizer_type} tokenizer, which has no file; remove --tokenizer"
+        )
+    if tokenizer_type == "tokenizer" and not isinstance(path, str):
+        raise UsageError(f"{saved.path}: the run uses a tokenizer file with an unknown path; pass it with --tokenizer")
     tokenizer = (
-        FileTokenizer(file or "") if unit is None else tokenizer_of(saved.dataset_info.tokenizer or {}, path or "")
+        FileTokenizer(file or "")
+        if tokenizer_type is None
+        else tokenizer_of(saved.dataset_info.tokenizer or {}, path or "")
     )
     if saved.dataset_info.vocabulary is not None and tokenizer.vocab_size > saved.dataset_info.vocabulary:
         raise UsageError(

@@ -47,12 +47,12 @@ class Validation:
         If `sample_indices` contains all samples, the batches are the same as in an evaluation during training.
         """
         for number, first in enumerate(self._batch_starts):
-            numbers = self.sample_indices[first : first + self.model.batch_size]
-            arrived = map_tensors(lambda tensor: tensor.to(self.model.device), self.split.fetch(numbers, None))
-            batch = self.transforms.transform_evaluation_batch(arrived)
+            indices = self.sample_indices[first : first + self.model.batch_size]
+            device_batch = map_tensors(lambda tensor: tensor.to(self.model.device), self.split.fetch(indices, None))
+            batch = self.transforms.transform_evaluation_batch(device_batch)
             outputs = self.model(self.task.inputs(batch))
             sums.add(number, compute_batch_sums(self.task, outputs, batch, self.task.weight(batch)))
-            yield EvaluatedBatch(numbers, batch, outputs)
+            yield EvaluatedBatch(indices, batch, outputs)
 
     def compute_metrics(self, sums: NamedSums) -> dict[str, float]:
         """Return the loss and the metrics of the task over all batches, by metric name."""
@@ -84,5 +84,5 @@ def open_validation(saved: SavedModel, max_samples: int) -> Validation:
         )
     model = saved.prepare_model()
     task, count = saved.find_task(load_example_batches(recipe, data)[1]), min(max_samples, len(split))
-    indices, change = np.arange(count) * len(split) // count, get_device_transforms(recipe, data)
-    return Validation(data, split, task, indices, model, change)
+    indices, transforms = np.arange(count) * len(split) // count, get_device_transforms(recipe, data)
+    return Validation(data, split, task, indices, model, transforms)

@@ -39,14 +39,14 @@ class Costs:
 
 def estimate_costs(step_s: float, processes: int, steps: Steps, parameters: CostParameters) -> Costs:
     """Estimate the costs of a placement from its step time in seconds, with one device per process."""
-    epoch = run = save_every = share = None
+    epoch = run = save_every = kept = None
     if parameters.price_per_hour is not None:
-        step = step_s * processes * parameters.price_per_hour / _SECONDS_PER_HOUR
-        epoch, run = step * steps.per_epoch, step * steps.total
+        step_price = step_s * processes * parameters.price_per_hour / _SECONDS_PER_HOUR
+        epoch, run = step_price * steps.per_epoch, step_price * steps.total
     if parameters.mtbf_s is not None:
         save_every = max(1, round(compute_optimal_interval_s(parameters.save_s, parameters.mtbf_s) / step_s))
-        share = compute_kept_fraction(save_every * step_s, parameters.save_s, parameters.mtbf_s)
-    return Costs(epoch, run, save_every, share)
+        kept = compute_kept_fraction(save_every * step_s, parameters.save_s, parameters.mtbf_s)
+    return Costs(epoch, run, save_every, kept)
 
 
 def compute_optimal_interval_s(save_s: float, mtbf_s: float) -> float:

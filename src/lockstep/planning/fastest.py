@@ -94,9 +94,9 @@ def _make_no_fit_message(rows: Sequence[PlacementEstimate], memory_bytes: int) -
     peaks = {row.figures.peak: row for row in rows if row.figures is not None}
     if not peaks:
         return "\n".join([f"{_KEY}: no strategy could be measured:", *format_unmeasured_placements(rows)])
-    nearest = peaks[min(peaks)]
+    smallest = peaks[min(peaks)]
     return (
-        f"{_KEY}: no strategy fits on {nearest.processes} processes; {nearest.strategy} needs the least memory, "
-        f"{format_bytes(min(peaks))} per rank of {format_bytes(memory_bytes)} free; use more processes, "
+        f"{_KEY}: no strategy fits on {smallest.processes} processes; {smallest.strategy} needs the least memory, "
+        f"{format_bytes(min(peaks))} per rank, but only {format_bytes(memory_bytes)} is free; use more processes, "
         "placement.recompute or placement.offload_activations"
     )

@@ -97,9 +97,9 @@ def measure(prepared: PreparedRun, world: World, traffic: Traffic | None) -> Mea
         sent, messages = after[0] - before[0], after[1] - before[1]
         seconds = statistics.median(_time_step(run_step, world) for _ in range(TIMED_STEPS))
         peak = 0
-        for steps in _COMMUNICATION_TIMES:
-            if traffic and sent * steps:
-                traffic.mean_delay_factor = max(1.0, steps * seconds * traffic.link_bytes_per_s / sent)
+        for relative_time in _COMMUNICATION_TIMES:
+            if traffic and sent * relative_time:
+                traffic.mean_delay_factor = max(1.0, relative_time * seconds * traffic.link_bytes_per_s / sent)
             peak = max(peak, memory.measure_peak(lambda: run_step(digests)))
     engine.close()
     return Measurements(held_bytes, peak, seconds, sent, messages)

@@ -131,7 +131,11 @@ def _iterate_placements(
         ]
     if 1 in process_counts:
         yield StrategyConfig(name=_SINGLE), 1
-        yield from ((each, 1) for each in candidates if each.name in SINGLE_PROCESS_STRATEGIES and each.name != _SINGLE)
+        yield from (
+            (strategy, 1)
+            for strategy in candidates
+            if strategy.name in SINGLE_PROCESS_STRATEGIES and strategy.name != _SINGLE
+        )
     yield from (
         (strategy, count)
         for count in process_counts
@@ -180,8 +184,8 @@ def _check_and_measure(
     if figures is None:
         return replace(row, reason=reason)
     takes_turns = pretended and not machine.link and not _count_gpus(resolved.placement)
-    share = processes / count_usable_cores() if takes_turns else 1.0
-    return replace(row, figures=figures, pretended=pretended, seconds=figures.seconds * max(1.0, share))
+    ranks_per_core = processes / count_usable_cores() if takes_turns else 1.0
+    return replace(row, figures=figures, pretended=pretended, seconds=figures.seconds * max(1.0, ranks_per_core))
 
 
 def _measure(
@@ -191,18 +195,18 @@ def _measure(
 
     If possible, a single rank with simulated peers runs first, because this machine may lack the memory for all ranks.
     """
-    processes, max_ranks, single = resolved.processes, _get_max_ranks(resolved.placement), None
+    processes, max_ranks, single_rank = resolved.processes, _get_max_ranks(resolved.placement), None
     name = f"{resolved.strategy_name} on {processes}"
     if not resolved.strategy.traits.by_peers and setup.recipe.batchnorm != "sync":  # sync needs all ranks
         report(name)
-        single, reason = measure_maxima(resolved, setup, machine.link or DEFAULT_LINK_BYTES_PER_S)
+        single_rank, reason = measure_maxima(resolved, setup, machine.link or DEFAULT_LINK_BYTES_PER_S)
         all_can_run = (
-            single is not None
+            single_rank is not None
             and 1 < processes <= max_ranks
-            and single.peak <= get_memory_per_rank(resolved.placement, processes)
+            and single_rank.peak <= get_memory_per_rank(resolved.placement, processes)
         )
         if machine.link or not all_can_run:
-            return single, True, reason
+            return single_rank, True, reason
     elif processes > max_ranks:
         return (
             None,
@@ -211,17 +215,17 @@ def _measure(
         )
     report(f"{name}, all ranks")
     all_ranks, reason = measure_maxima(resolved, setup, None)
-    if all_ranks is not None and single is not None:
+    if all_ranks is not None and single_rank is not None:
         all_ranks = replace(
-            all_ranks, peak=max(all_ranks.peak, single.peak), sent=single.sent, messages=single.messages
+            all_ranks, peak=max(all_ranks.peak, single_rank.peak), sent=single_rank.sent, messages=single_rank.messages
         )
     return all_ranks, False, reason
 
 
 def _get_max_ranks(placement: Placement) -> int:
     """Return the maximum number of ranks that can run on this machine. With NCCL, each rank needs its own GPU."""
-    cards = _count_gpus(placement)
-    return cards if cards and placement.backend != "gloo" else max(MIN_CPU_RANKS, count_usable_cores())
+    gpus = _count_gpus(placement)
+    return gpus if gpus and placement.backend != "gloo" else max(MIN_CPU_RANKS, count_usable_cores())
 
 
 def _count_gpus(placement: Placement) -> int:
@@ -230,9 +234,9 @@ def _count_gpus(placement: Placement) -> int:
 
 def get_memory_per_rank(placement: Placement, processes: int) -> int:
     """Return the memory available to each rank in bytes: a share of a GPU's memory, or of the free CPU memory."""
-    if cards := _count_gpus(placement):
-        least = min(torch.cuda.get_device_properties(number).total_memory for number in range(cards))
-        return int(least) // -(-processes // cards)  # ranks may share a GPU
+    if gpus := _count_gpus(placement):
+        min_bytes = min(torch.cuda.get_device_properties(number).total_memory for number in range(gpus))
+        return int(min_bytes) // -(-processes // gpus)  # ranks may share a GPU
     memory = host.get_memory_info()
     free_bytes, limit = memory["free"] or 0, memory["limit"]
     return min(free_bytes, free_bytes if limit is None else limit) // processes
@@ -262,8 +266,8 @@ def measure_save_time(loaded: LoadedConfig, setup: Setup) -> float:
     """
     resolved = check_config(with_placement(loaded, StrategyConfig(name=_SINGLE), 1), 1)
     folder = get_local_folder(resolved.run.dir or ".").absolute()
-    disk = next(candidate for candidate in (folder, *folder.parents) if candidate.is_dir())
-    results, reason = _run_and_read(partial(measure_save, resolved), setup, resolved, 1, disk)
+    existing_folder = next(candidate for candidate in (folder, *folder.parents) if candidate.is_dir())
+    results, reason = _run_and_read(partial(measure_save, resolved), setup, resolved, 1, existing_folder)
     if not results:
         raise UsageError(f"--mtbf: cannot measure the time of a save: {reason}; set it with --save")
     return float(results[0])

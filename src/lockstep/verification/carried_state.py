@@ -18,7 +18,7 @@ MODEL_SUFFIX: Final = " of the model"
 _MODE_PREFIX: Final = "the mode of "
 _MAIN_PREFIX: Final = "__main__."
 _TENSORS_PREFIX: Final = "the tensors of "
-# Kinds of variables. A variable of a kind with a lower number is more likely to affect later steps.
+# Priorities of variables by kind. A variable with a lower number is more likely to affect later steps.
 _TENSOR: Final = 0
 _STATE: Final = 1
 _COUNTER: Final = 2
@@ -106,9 +106,9 @@ class LoopState:
         )
 
     def to_texts(self) -> dict[str, str]:
-        """Return the state as strings by name, so that another process can compare it with its own state."""
+        """Return the state as strings by name, so that another process can compare them with its own state."""
         texts: dict[str, str] = {}
-        excluded_ids = self._find_placed_object_ids()
+        excluded_ids = self._find_model_object_ids()
         for model, state in self._models:
             for name, module in model.named_modules():
                 texts[f"{_MODE_PREFIX}{name or 'the model'}"] = "training" if module.training else "evaluation"
@@ -120,7 +120,7 @@ class LoopState:
             tensors = compute_digest(find_tensors(value, excluded_ids))
             if isinstance(value, nn.Module):
                 texts[name] = f"module {tensors} {value.training}"
-            else:  # stored separately, because the string of the value itself may contain the time
+            else:  # a separate entry, because the text of the value itself may contain the time
                 texts[f"{_TENSORS_PREFIX}{name}"] = f"{type(value).__name__} {tensors}"
         return texts
 
@@ -129,25 +129,27 @@ class LoopState:
 
         Metrics that the loop only accumulates, and accumulators that no code reads, get high numbers.
         """
-        excluded_ids, priorities = self._find_placed_object_ids(), {}
+        excluded_ids, priorities = self._find_model_object_ids(), {}
         for name, value in self._variables.items():
-            kind = _get_priority(value, excluded_ids)
+            priority = _get_priority(value, excluded_ids)
             is_unused = (
-                kind != _TENSOR
+                priority != _TENSOR
                 and isinstance(value, _ACCUMULATOR_TYPES)
                 and not is_used(self._scopes[name], _get_variable_name(name))
             )
-            priorities[name] = _UNUSED if is_unused else kind
+            priorities[name] = _UNUSED if is_unused else priority
         return priorities
 
     def find_lost_state(self, before: Mapping[str, str], priorities: Mapping[str, int]) -> LostState:
         """Return the state that this process lost on resume.
 
-        `before` and `compute_priorities` are the texts and priorities of the state that the stopped process had at the
-        same step.
+        `before` and `priorities` are the texts and priorities of the state that the stopped process had at the same
+        step.
         """
         lost_state: dict[str, tuple[int, str]] = {}
-        models = {f"{name}{MODEL_SUFFIX}": (model, name) for model, state in self._models for name in state.attributes}
+        attribute_owners = {
+            f"{name}{MODEL_SUFFIX}": (model, name) for model, state in self._models for name in state.attributes
+        }
         for key, text_now in self.to_texts().items():
             name = key.removeprefix(_TENSORS_PREFIX)
             text_before = before.get(key, text_now)
@@ -157,17 +159,21 @@ class LoopState:
             if name.startswith(_MODE_PREFIX) and f"{_MODE_PREFIX}the model" in lost_state:
                 continue
             location = (
-                _find_attribute_location(*models[name]) if name in models else self._globals.find_source_line(name)
+                _find_attribute_location(*attribute_owners[name])
+                if name in attribute_owners
+                else self._globals.find_source_line(name)
             )
             entry = priorities.get(name, _STATE), _format_change(describe_change(text_before, text_now), location)
-            label = name.removeprefix(_MAIN_PREFIX)
-            lost_state[label] = min(lost_state.get(label, entry), entry)
+            variable_name = name.removeprefix(_MAIN_PREFIX)
+            lost_state[variable_name] = min(lost_state.get(variable_name, entry), entry)
         likely_state = {
-            name: description for name, (order, description) in _sort_by_priority(lost_state) if order <= _COUNTER
+            name: description for name, (priority, description) in _sort_by_priority(lost_state) if priority <= _COUNTER
         }
         if not likely_state:
             likely_state = {
-                name: description for name, (order, description) in _sort_by_priority(lost_state) if order == _METRIC
+                name: description
+                for name, (priority, description) in _sort_by_priority(lost_state)
+                if priority == _METRIC
             }
         if not likely_state:  # a last resort, because the positions of iterators can't be compared
             likely_state = {
@@ -175,10 +181,14 @@ class LoopState:
             }
         return LostState(
             likely_state,
-            {name: description for name, (order, description) in _sort_by_priority(lost_state) if order == _UNUSED},
+            {
+                name: description
+                for name, (priority, description) in _sort_by_priority(lost_state)
+                if priority == _UNUSED
+            },
         )
 
-    def _find_placed_object_ids(self) -> set[int]:
+    def _find_model_object_ids(self) -> set[int]:
         tensors = [tensor for model, _ in self._models for tensor in (*model.parameters(), *model.buffers())]
         return {id(item) for item in (*tensors, *(module for model, _ in self._models for module in model.modules()))}
 
@@ -216,7 +226,7 @@ def _can_hold_state(value: Any) -> bool:
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Return whether a value is or contains a tensor that isn't 0-dimensional, because those are usually metrics."""
+    """Return whether a value is or contains a tensor. 0-dimensional tensors don't count: they are usually metrics."""
     if isinstance(value, list | tuple):
         return any(map(_holds_tensors, value))
     return isinstance(value, Tensor) and value.ndim > 0

@@ -160,29 +160,29 @@ def _verify_cases(
     report_progress: Callable[[str], None],
 ) -> Verification:
     recipe = setup.recipe
-    samples = 0 if setup.data.validation is None else len(setup.data.validation)
-    batch = get_evaluation_batch_size(recipe)
-    evaluated = min(samples, _EVALUATED_BATCHES * batch + max(1, batch // 2))
+    num_validation_samples = 0 if setup.data.validation is None else len(setup.data.validation)
+    batch_size = get_evaluation_batch_size(recipe)
+    num_evaluated = min(num_validation_samples, _EVALUATED_BATCHES * batch_size + max(1, batch_size // 2))
     if len(cases) > 2:  # with fewer cases, importing the modules of all strategies isn't worth the time
         preload_modules()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         step_numbers = select_steps(setup.steps, num_steps)
         single_case = _make_case(loaded, _SINGLE, 1, _NEUTRAL_SETTINGS)
-        job = TraceJob(single_case.resolved, step_numbers, evaluated, Path(folder))
-        comparison = _CaseVerifier(job, single_case, limit_validation(setup, evaluated), report_progress)
-        probed = comparison.run_probe()
-        # If the probe found an operation without a deterministic kernel, no case can run.
-        rows = [] if probed.missing_kernel else comparison.run_all(cases)
+        job = TraceJob(single_case.resolved, step_numbers, num_evaluated, Path(folder))
+        verifier = _CaseVerifier(job, single_case, limit_validation(setup, num_evaluated), report_progress)
+        probe_result = verifier.run_probe()
+        # No case can run if the probe found an operation without a deterministic kernel.
+        rows = [] if probe_result.missing_kernel else verifier.run_all(cases)
     has_mismatch = any(row.departure is not None and row.departure.what != EVALUATED for row in rows)
     return Verification(
         recipe=loaded.name,
         steps=tuple(number + 1 for number in step_numbers),
         microbatches=recipe.microbatches,
         total_steps=setup.steps.total,
-        evaluated=evaluated,
-        validation_samples=samples,
+        evaluated=num_evaluated,
+        validation_samples=num_validation_samples,
         rows=tuple(rows),
-        findings=tuple(make_findings(probed, has_mismatch)),
+        findings=tuple(make_findings(probe_result, has_mismatch)),
     )
 
 
@@ -260,7 +260,7 @@ def _check_case(case: VerifyCase, setup: Setup) -> VerifyCase:
 
 
 def _check_exactness(resolved: ResolvedConfig) -> None:
-    """Raise UsageError if the strategy doesn't promise results that match those of a single process, even closely."""
+    """Raise UsageError unless the strategy promises results that equal or closely match those of a single process."""
     if resolved.strategy.traits.exactness == "none":
         raise UsageError(
             f"strategy {resolved.strategy_name}: cannot be verified with these options, because its results neither "
@@ -282,7 +282,7 @@ class _CaseVerifier:
         self._single = single_case
         self._report_progress = report_progress
         self._setup = setup
-        self._launched = 0
+        self._num_launched = 0
         self._save_point = choose_save_point(job)
         self._probe_result = ProbeResult()
 
@@ -384,7 +384,7 @@ class _CaseVerifier:
         return replace(row, departure=departure, differing=len(differences))
 
     def _choose_hash_seed(self, case: VerifyCase) -> str | None:
-        """Return a different hash seed for a case that repeats the reference, if the recipe uses custom code.
+        """Return a different hash seed for a case that repeats the reference, if the recipe uses user code.
 
         All other cases keep the hash seed of this process, because a process with a different hash seed must be spawned
         and takes seconds to import all modules again.
@@ -400,7 +400,7 @@ class _CaseVerifier:
     ) -> tuple[list[tuple[Difference, ValuePair | None]], bool]:
         """Run the reference and the case again to get the values of the differing tensors.
 
-        Return the values of each difference, and whether both runs reproduced their first traces.
+        Return the values of each difference, and whether both runs reproduced the traces of their first runs.
         """
         tensor_requests = make_tensor_requests(differences)
         reference = self._require_success(self._run(self._single, replace(self._job, tensor_requests=tensor_requests)))
@@ -422,19 +422,19 @@ class _CaseVerifier:
         self,
         case: VerifyCase,
         difference: Difference,
-        pair_values: ValuePair | None,
+        pair: ValuePair | None,
         resume_note: str,
         is_reproducible: bool,
     ) -> Mismatch:
-        hash_seed = not resume_note and self._choose_hash_seed(case) is not None
-        distance = pair_values.distance if pair_values else None
+        other_hash_seed = not resume_note and self._choose_hash_seed(case) is not None
+        distance = pair.distance if pair else None
         diagnosis = Diagnosis(
             difference,
             self._probe_result,
             case.label,
             bool(resume_note),
             is_reproducible,
-            hash_seed,
+            other_hash_seed,
             distance,
             _format_verify_command(self._job.resolved.loaded, case),
         )
@@ -444,9 +444,9 @@ class _CaseVerifier:
             name=diagnosis.name,
             microbatch=diagnosis.microbatch,
             ranks=difference.ranks,
-            index=pair_values.index if pair_values else None,
-            reference=pair_values.reference if pair_values else difference.reference,
-            found=pair_values.actual if pair_values else difference.actual,
+            index=pair.index if pair else None,
+            reference=pair.reference if pair else difference.reference,
+            found=pair.actual if pair else difference.actual,
             cause=find_cause(diagnosis),
             after=resume_note,
         )
@@ -464,9 +464,11 @@ class _CaseVerifier:
         model, recipe = self._setup.problem.build_model(), self._setup.recipe
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
         # A forward pass uses each weight at most once for each position of a sample.
-        inputs = [tensor[0, 0].numel() for tensor in get_tensors(self._setup.problem.example) if tensor.ndim > 2]
-        positions = recipe.batch * max([1, *inputs])
-        length = max([positions, *(parameter.numel() // len(parameter) for parameter in matrices)])
+        positions_per_sample = [
+            tensor[0, 0].numel() for tensor in get_tensors(self._setup.problem.example) if tensor.ndim > 2
+        ]
+        num_positions = recipe.batch * max([1, *positions_per_sample])
+        length = max([num_positions, *(parameter.numel() // len(parameter) for parameter in matrices)])
         return compute_tolerance(
             compute_unit_roundoff(recipe.precision), length, max(1, len(matrices)), len(self._job.step_numbers)
         )
@@ -482,8 +484,8 @@ class _CaseVerifier:
 
     def _new_job(self, case: VerifyCase, job: TraceJob) -> TraceJob:
         """Return a copy of `job` for a case, with a new folder."""
-        self._launched += 1
-        job = replace(job, resolved=case.resolved, folder=self._job.folder / str(self._launched))
+        self._num_launched += 1
+        job = replace(job, resolved=case.resolved, folder=self._job.folder / str(self._num_launched))
         job.folder.mkdir()
         return job
 
@@ -518,9 +520,9 @@ def _format_verify_command(loaded: LoadedConfig, case: VerifyCase) -> str:
 def _run_with_stderr(
     rank_function: Callable[[Setup | None, Rendezvous], int], setup: Setup | None, rendezvous: Rendezvous
 ) -> int:
-    """Run the function of a rank in a worker, with stderr connected to the terminal.
+    """Call `rank_function` in a worker, with stderr connected to the terminal.
 
-    Only the launcher's error report is captured.
+    As a result, only the launcher's error report is captured, and not the output of the worker.
     """
     sys.stderr = sys.__stderr__
     try:

@@ -24,7 +24,7 @@ _DATA_CAUSE: Final = (
     "the time or earlier fetches; make it a function of the index and of the random generators, which are seeded "
     "for each sample"
 )
-# The cause for each kind of difference, if user code doesn't explain the difference.
+# The cause of each kind of difference, if user code doesn't explain it.
 _CAUSES_BY_KIND: Final = {
     MICROBATCH_LOSS: "the forward pass of this micro-batch has a different result in this process",
     LOSS: "the losses of the micro-batches agree, but their sum differs: they were added in a different order",
@@ -67,7 +67,7 @@ class Diagnosis:
 
     @property
     def name(self) -> str:
-        """The name of the tensor or metric, or an empty string for the data or the loss of a micro-batch."""
+        """The name of the tensor or metric, or an empty string if the data or the loss of a micro-batch differs."""
         return "" if self.microbatch is not None else self.difference.name
 
     @property
@@ -110,7 +110,7 @@ def find_cause(diagnosis: Diagnosis) -> str:
 def describe_hash_seed_cause(location: str = "") -> str:
     """Describe the cause of results that depend on Python's hash seed. `location` is text such as ` (net.py:12)`."""
     return (
-        f"the order of a set of strings, or hash(), in code{location}: it changes with each start of Python, unless "
+        f"the order of a set of strings, or hash(), in code{location}: both change with each start of Python, unless "
         f"{SEED_VARIABLE} is set; iterate over sorted(...) instead"
     )
 
@@ -137,16 +137,16 @@ def _describe_unexplained_cause(diagnosis: Diagnosis) -> str:
             "attributes, buffers with persistent=False or globals, or the strategy saves or loads it incorrectly; keep "
             "such state in parameters or persistent buffers"
         )
-    meaning = _CAUSES_BY_KIND.get(difference.kind, "the strategy has a different result")
+    cause = _CAUSES_BY_KIND.get(difference.kind, "the strategy has a different result")
     if diagnosis.probe_result.traits:
-        return f"{meaning}; possibly because {diagnosis.probe_result.traits[0]}"
-    return f"{meaning}; {_make_advice(diagnosis)}"
+        return f"{cause}; possibly because {diagnosis.probe_result.traits[0]}"
+    return f"{cause}; {_make_advice(diagnosis)}"
 
 
 def _make_advice(diagnosis: Diagnosis) -> str:
     """Return advice for a difference that user code doesn't explain: use another strategy, and report the issue."""
-    tensor = f"micro-batch {diagnosis.microbatch}" if diagnosis.microbatch is not None else diagnosis.name
-    subject = " of ".join(part for part in (diagnosis.kind.removesuffix(" of"), tensor) if part)
+    item_name = f"micro-batch {diagnosis.microbatch}" if diagnosis.microbatch is not None else diagnosis.name
+    subject = " of ".join(part for part in (diagnosis.kind.removesuffix(" of"), item_name) if part)
     step = "" if diagnosis.difference.step is None else f" in step {diagnosis.difference.step}"
     amount = "" if diagnosis.distance is None else f", by {diagnosis.distance:.3g}"
     command = diagnosis.command or "lockstep verify with --json FILE"

@@ -1,4 +1,4 @@
-"""Compares the traces of a case with the reference, and lists the differing values in order of computation."""
+"""Compares the traces of a case with the reference trace, and lists the differing values in order of computation."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lockstep.verification.trace import DATA, KINDS, MICROBATCH_LOSS, TENSOR_KIN
 EVALUATION: Final = "evaluation"
 MISSING_VALUE: Final = "missing"
 
-_BUDGET_BYTES: Final = 512 << 20  # maximum total size of the tensors that are written in full
+_MAX_WRITTEN_BYTES: Final = 512 << 20  # maximum total size of the tensors that are written in full
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that differs between a case and the reference. `ranks` are the ranks that differ from the reference.
+    """A value that differs between a case and the reference. `ranks` are the ranks whose value differs.
 
     `position` is the index of the step in the verification, and `step` is its number in the run, counted from 1. Both
     are None for the evaluation. `reference` and `actual` are the two values as text. For a tensor, they are digests.
@@ -68,12 +68,13 @@ def find_differences(reference: Trace, rank_traces: Sequence[Trace], start_posit
     for position, expected in enumerate(reference.steps[start_position:], start_position):
         for kind in KINDS:
             observations = {
-                rank.rank: rank.steps[position - start_position].observations.get(kind, {}) for rank in rank_traces
+                rank_trace.rank: rank_trace.steps[position - start_position].observations.get(kind, {})
+                for rank_trace in rank_traces
             }
             differences += _compare_kind(
                 position, expected.number + 1, kind, expected.observations.get(kind, {}), observations
             )
-    evaluations = {rank.rank: rank.evaluation for rank in rank_traces}
+    evaluations = {rank_trace.rank: rank_trace.evaluation for rank_trace in rank_traces}
     differences += _compare_kind(None, None, EVALUATION, reference.evaluation, evaluations)
     return differences
 
@@ -92,21 +93,23 @@ def _compare_kind(
     """
     required_ranks = () if kind in (DATA, MICROBATCH_LOSS) else (0,)
     for name in [*expected, *(name for name in observations_by_rank[0] if name not in expected)]:
-        value = expected.get(name, MISSING_VALUE)
+        expected_value = expected.get(name, MISSING_VALUE)
         rank_values = {
             rank: observations[name] for rank, observations in observations_by_rank.items() if name in observations
         }
-        different_ranks = tuple(rank for rank, rank_value in rank_values.items() if rank_value != value)
+        differing_ranks = tuple(rank for rank, rank_value in rank_values.items() if rank_value != expected_value)
         if not rank_values or not rank_values.keys() >= {*required_ranks}:
-            yield Difference(position, step, kind, name, required_ranks, value, MISSING_VALUE)
-        elif different_ranks:
-            yield Difference(position, step, kind, name, different_ranks, value, rank_values[different_ranks[0]])
+            yield Difference(position, step, kind, name, required_ranks, expected_value, MISSING_VALUE)
+        elif differing_ranks:
+            yield Difference(
+                position, step, kind, name, differing_ranks, expected_value, rank_values[differing_ranks[0]]
+            )
 
 
 def make_tensor_requests(differences: Sequence[Difference]) -> frozenset[TensorRequest]:
     """Return requests for the first differing tensor, and for as many more as fit in the size budget."""
     requests: list[TensorRequest] = []
-    remaining_bytes = _BUDGET_BYTES
+    remaining_bytes = _MAX_WRITTEN_BYTES
     for difference in differences:
         if difference.request is not None:
             remaining_bytes -= trace.parse_num_bytes(difference.reference)
@@ -117,7 +120,7 @@ def make_tensor_requests(differences: Sequence[Difference]) -> frozenset[TensorR
 
 
 def load_values(difference: Difference, reference_folder: Path, actual_folder: Path) -> ValuePair | None:
-    """Return the two values of a difference, or None if the tensors weren't written or are equal in the second run."""
+    """Return the two values of a difference, or None if the tensors weren't written, or are equal in the second run."""
     if difference.request is None:
         return _parse_metric_values(difference)
     expected = trace.load_tensor(reference_folder, 0, difference.request)
@@ -132,18 +135,18 @@ def find_largest_difference(reference: Tensor, actual: Tensor) -> ValuePair | No
             f"{tensor.dtype} of shape {tuple(tensor.shape)}" for tensor in (reference, actual)
         )
         return ValuePair(None, reference_text, actual_text, None)
-    expected, actual_values = reference.double().flatten(), actual.double().flatten()
-    distance = (expected - actual_values).abs()
-    equal = expected.isnan() & actual_values.isnan() | (expected == actual_values)
+    reference_values, actual_values = reference.double().flatten(), actual.double().flatten()
+    distance = (reference_values - actual_values).abs()
+    equal = reference_values.isnan() & actual_values.isnan() | (reference_values == actual_values)
     distance = torch.where(equal, 0.0, distance.nan_to_num(math.inf, math.inf))
     if not distance.numel() or not bool(distance.max() > 0):
         return None
     position = int(distance.argmax())
     index = tuple(int(coordinate) for coordinate in torch.unravel_index(torch.tensor(position), reference.shape))
-    scale = float(expected.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    scale = float(reference_values.nan_to_num(0.0, 0.0, 0.0).abs().max())
     return ValuePair(
         index,
-        f"{float(expected[position]):.9g}",
+        f"{float(reference_values[position]):.9g}",
         f"{float(actual_values[position]):.9g}",
         float(distance[position]),
         scale,
@@ -156,13 +159,13 @@ def compute_max_relative_distance(pairs: Sequence[tuple[Difference, ValuePair]])
     Each difference is relative to the largest magnitude among the differing values of the same kind in the same step.
     """
     scales: dict[tuple[int | None, str], float] = {}
-    for difference, pair_values in pairs:
+    for difference, pair in pairs:
         key = difference.position, difference.kind
-        scales[key] = max(scales.get(key, 0.0), pair_values.scale)
+        scales[key] = max(scales.get(key, 0.0), pair.scale)
     ratios = [
-        (pair_values.distance, scales[difference.position, difference.kind])
-        for difference, pair_values in pairs
-        if pair_values.distance is not None
+        (pair.distance, scales[difference.position, difference.kind])
+        for difference, pair in pairs
+        if pair.distance is not None
     ]
     return max((distance / scale if scale else math.inf for distance, scale in ratios), default=None)
 
@@ -178,5 +181,5 @@ def _parse_metric_values(difference: Difference) -> ValuePair:
 
 
 def _parse_float(text: str) -> float | None:
-    number = text.removeprefix("-").startswith("0x") or text in ("nan", "inf", "-inf")
-    return float.fromhex(text) if number else None
+    is_float = text.removeprefix("-").startswith("0x") or text in ("nan", "inf", "-inf")
+    return float.fromhex(text) if is_float else None

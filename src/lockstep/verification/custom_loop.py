@@ -59,7 +59,7 @@ _RECIPE_STEPS: Final = 4  # default number of steps of a recipe, as in `lockstep
 
 StrategyChoice = str | Mapping[str, Any]  # a strategy: its name, or a mapping with its name and options
 StepRecord = tuple[int, str, dict[str, str]]  # number, loss, and digests of all tensors
-# Fields of Started: the arguments of run.steps.
+# Fields of Started that contain the arguments of run.steps.
 _PLAN_FIELDS: Final = ("train_samples", "batch", "microbatches", "steps")
 
 
@@ -74,8 +74,8 @@ class LoopTrace:
     @property
     def first_run_steps(self) -> list[StepRecord]:
         """The steps of the first run. A function can join several runs, and each run counts its steps from 1."""
-        later = [number for number, step in enumerate(self.steps) if number and step[0] <= self.steps[number - 1][0]]
-        return self.steps[: later[0]] if later else self.steps
+        later_starts = [index for index, step in enumerate(self.steps) if index and step[0] <= self.steps[index - 1][0]]
+        return self.steps[: later_starts[0]] if later_starts else self.steps
 
     @property
     def total_steps(self) -> int:
@@ -89,7 +89,7 @@ class Checked:
 
     `verdict` is identical, within tolerance, differs, failed or not possible. `steps` is the number of compared steps,
     and `of` is the total number of training steps, or 0 if it is unknown. `reason` describes the first difference, or
-    why the placement failed or isn't possible. `resumed` tells after which step the run was stopped, and which
+    why the placement failed or isn't possible. `resumed` says after which step the run was stopped, and which
     placement resumed it.
     """
 
@@ -248,8 +248,8 @@ def check_placements(
                 is_unsupported = code == EXIT_USAGE and _STRATEGY_ERROR.search(message)
                 yield Checked(label, count, "not possible" if is_unsupported else "failed", reason=message)
                 continue
-            placement_trace = loop.read_trace(str(number))
-            mismatch = _find_mismatch(reference, placement_trace)
+            actual_trace = loop.read_trace(str(number))
+            mismatch = _find_mismatch(reference, actual_trace)
             if mismatch:
                 reads, changes, traits = loop.rerun_for_diagnosis(strategy, count, f"{number}-witnessed")
                 if cause := _describe_loop_cause(reads, changes):
@@ -261,8 +261,8 @@ def check_placements(
             else:
                 matching.append((strategy, count))
             verdict: Verdict = "differs" if mismatch else "identical"
-            total = placement_trace.total_steps
-            yield Checked(label, count, verdict, len(placement_trace.steps), mismatch, of=total)
+            total = actual_trace.total_steps
+            yield Checked(label, count, verdict, len(actual_trace.steps), mismatch, of=total)
         if seed is not None and matching and not reference.warnings and len(reference.first_run_steps) > 1:
             yield _check_resume(loop, reference, matching, seed)
 
@@ -351,7 +351,9 @@ def _rerun_reference(loop: "_LoopRunner", reference: LoopTrace, can_spawn: bool)
     mismatch = _find_mismatch(reference, rerun_trace)
     if not mismatch:
         note = (
-            "" if hash_seed else "with the same hash seed; to test another one, pass a function of an importable module"
+            ""
+            if hash_seed
+            else "with the same hash seed; to test another one, pass a function from an importable module"
         )
         return Checked("single", 1, "identical", len(rerun_trace.steps), note, of=rerun_trace.total_steps)
     if (
@@ -440,13 +442,13 @@ class _LoopRunner:
         folder = self.folder / name
         folder.mkdir()
         strategy_config = strategy if isinstance(strategy, str) else dict(strategy)
-        stopped = None if stopped_run is None else self.folder / stopped_run
-        work = partial(self._run_rank, strategy_config, folder, diagnose, stop_step, stopped)
+        stopped_folder = None if stopped_run is None else self.folder / stopped_run
+        work = partial(self._run_rank, strategy_config, folder, diagnose, stop_step, stopped_folder)
         code, text = run_in_workers(work, None, Placement(), count, hash_seed)
         return code, text.partition("error: ")[2] or text
 
     def has_folder(self, name: str) -> bool:
-        """Return whether the function created a run folder in the run with this name."""
+        """Return whether the function created a run folder during the run `name`."""
         return (self.folder / name / _RUN_FOLDER).exists()
 
     def remove_varying_state(self, name: str, other_name: str) -> None:
@@ -460,7 +462,7 @@ class _LoopRunner:
         (self.folder / name / _STATE_FILE).write_text(json.dumps(states[0]), encoding="utf-8")
 
     def read_lost_state(self, name: str) -> LostState:
-        """Return the state of the script that the resumed run `name` lost, which is empty if nothing was recorded."""
+        """Return the script's state that the resumed run `name` lost. It is empty if nothing was recorded."""
         path = self.folder / name / _LOST_FILE
         return (
             LostState(*plainfile.parse_json(path.read_text(encoding="utf-8"))) if path.exists() else LostState({}, {})
@@ -510,7 +512,7 @@ class _LoopRunner:
     ) -> int:
         """Run the function on a rank of a placement, and return the exit code."""
         sys.stderr = sys.__stderr__
-        vars(sys).pop("ps1", None)  # set if a notebook forked this process, but a signal must end it
+        vars(sys).pop("ps1", None)  # set if a notebook forked this process, which a signal must still end
         rank = rendezvous.info.rank
         reads: dict[str, str] = {}
         changes: dict[str, str] = {}
@@ -538,22 +540,24 @@ class _LoopRunner:
         if rank == 0 and diagnose and stopped_folder is not None:
             before = plainfile.parse_json((stopped_folder / _STATE_FILE).read_text(encoding="utf-8"))
             sinks.append(_LostStateSink(before, folder / _LOST_FILE, lambda: _capture_state(context)))
-        run_folder, keeps = (
+        run_folder, keeps_first_run = (
             (stopped_folder or folder) / _RUN_FOLDER,
             stop_step is not None or stopped_folder is not None,
         )
-        context = WorkerContext(rendezvous, strategy, run_folder, keeps, observe, sinks, self.guarded)
+        context = WorkerContext(rendezvous, strategy, run_folder, keeps_first_run, observe, sinks, self.guarded)
         WORKER_CONTEXT.set(context)
         os.environ[VERIFYING] = "1"  # this process only runs the function
-        recorded = _record_causes(context, reads, states, traits) if diagnose and not keeps else nullcontext()
+        recording = (
+            _record_causes(context, reads, states, traits) if diagnose and not keeps_first_run else nullcontext()
+        )
         with Path(os.devnull).open("w", encoding="utf-8") as null_stream, redirect_stdout(null_stream):
             try:
-                with recorded, explain_errors(context.runs):
+                with recording, explain_errors(context.runs):
                     self.function()
             except _StepLimitReached:
                 pass
-            except SystemExit as end:
-                if end.code not in (None, 0) and (stop_step is None or end.code != EXIT_SAVED):
+            except SystemExit as exit_error:
+                if exit_error.code not in (None, 0) and (stop_step is None or exit_error.code != EXIT_SAVED):
                     raise
             if not context.runs:
                 raise UsageError("the function joined no run; call lockstep.join in it")
@@ -569,18 +573,20 @@ class _LoopRunner:
 class _LostStateSink:
     """An event sink that writes the state that a resumed script has lost to `path`, as JSON.
 
-    It compares the state before the first step with `stopped_state`, the state of the stopped run.
+    The state before the first step is compared with `stopped_state`, the state of the stopped run.
     """
 
     def __init__(self, stopped_state: Mapping[str, Any], path: Path, capture_state: Callable[[], LoopState]) -> None:
-        self._before = stopped_state
+        self._stopped_state = stopped_state
         self._path = path
-        self._state = capture_state
+        self._capture_state = capture_state
 
     def write(self, event: Event, time: float) -> None:
         """See Sink.write. The Started event arrives when the script requests its first step from `run.steps`."""
         if isinstance(event, Started) and not self._path.exists():
-            lost_state = self._state().find_lost_state(self._before["texts"], self._before["priorities"])
+            lost_state = self._capture_state().find_lost_state(
+                self._stopped_state["texts"], self._stopped_state["priorities"]
+            )
             self._path.write_text(json.dumps(lost_state), encoding="utf-8")
 
     def close(self) -> None:
@@ -599,7 +605,7 @@ def _record_causes(
     - `traits`: The traits of the model, from the first micro-batch on.
     """
 
-    def current_microbatch() -> int:
+    def get_current_microbatch() -> int:
         microbatch = max((run._computing for run in context.runs), default=0)
         if microbatch and not states:
             states.append(_capture_state(context))
@@ -608,7 +614,7 @@ def _record_causes(
                     traits.watch(run._model)
         return microbatch
 
-    with record_reads(current_microbatch) as recorded:
+    with record_reads(get_current_microbatch) as recorded:
         try:
             yield
         finally:

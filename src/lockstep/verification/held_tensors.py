@@ -29,7 +29,7 @@ _STATELESS_TYPES: Final = (
 
 
 def find_tensors(value: Any, excluded_ids: Collection[int]) -> list[Tensor]:
-    """Return the tensors that a value refers to, except for those of objects whose `id` is in `excluded_ids`."""
+    """Return the tensors that a value refers to, skipping objects whose `id` is in `excluded_ids`."""
     return list(_iter_tensors(value, {*excluded_ids}, _MAX_DEPTH))
 
 

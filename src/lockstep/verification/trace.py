@@ -47,7 +47,7 @@ class TensorRequest(NamedTuple):
 class StepTrace:
     """The observations of a rank in a step, by kind and then by micro-batch index or tensor name.
 
-    A kind with a single value per step, such as the loss, has the key "".
+    If a kind has a single value per step, such as the loss, the key of this value is "".
     """
 
     number: int  # number of the step in the run, counted from 0
@@ -71,7 +71,7 @@ def to_text(value: object) -> str:
 
 
 def parse_num_bytes(digest: str) -> int:
-    """Return the number of bytes that were hashed for a digest of training/checkpoint/tensorfile.py."""
+    """Return the number of hashed bytes, which is the last part of a digest (training/checkpoint/tensorfile.py)."""
     return int(digest.partition(":")[2])
 
 
@@ -91,14 +91,14 @@ def trace_path(folder: Path, rank: int) -> Path:
 
 
 def save_tensor(folder: Path, rank: int, request: TensorRequest, tensor: Tensor) -> None:
-    """Write a requested tensor of a rank."""
+    """Write a tensor that was requested from a rank."""
     safetensors.torch.save_file(
         {"tensor": tensor.detach().cpu().contiguous()}, _make_tensor_path(folder, rank, request)
     )
 
 
 def load_tensor(folder: Path, rank: int, request: TensorRequest) -> Tensor | None:
-    """Load a requested tensor of a rank, or return None if the rank didn't write it."""
+    """Load a tensor that was requested from a rank, or return None if the rank didn't write it."""
     path = _make_tensor_path(folder, rank, request)
     return safetensors.torch.load_file(path)["tensor"] if path.exists() else None
 

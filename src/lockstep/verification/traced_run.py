@@ -126,7 +126,8 @@ class FirstSamples:
 class _TracingEngine:
     """Runs a rank of a case.
 
-    The training loop uses this object as its engine. It forwards all calls to the real engine, and records the results.
+    The training loop uses this object as its engine. All calls are forwarded to the real engine, and their results are
+    recorded.
     """
 
     def __init__(self, job: TraceJob, prepared: PreparedRun, world: World) -> None:
@@ -242,10 +243,10 @@ class _TracingEngine:
     def _evaluate(self) -> dict[str, str]:
         if self._setup.data.validation is None:
             return {}
-        batch = get_evaluation_batch_size(self._setup.recipe)
+        batch_size = get_evaluation_batch_size(self._setup.recipe)
         batches, num_batches = (
-            self._loader.iterate_validation_batches(batch),
-            self._loader.count_validation_batches(batch),
+            self._loader.iterate_validation_batches(batch_size),
+            self._loader.count_validation_batches(batch_size),
         )
         sums, _ = evaluate(self._engine, self._world, self._setup.task, batches, num_batches)
         return {name: trace.to_text(value.tolist()) for name, value in sums.items()}
