@@ -143,7 +143,7 @@ def test_an_export_of_other_weights_leaves_nothing(saved, trained, monkeypatch):
         return write(subject, place)
 
     monkeypatch.setattr(to_safetensors, "write", damaged)
-    with pytest.raises(TrainingError, match=r"differ from the model of the run by .* \(tolerance 0\), so nothing was"):
+    with pytest.raises(TrainingError, match=r"differ from those of the run's model by .* \(tolerance 0\), so"):
         export_saved(saved, "safetensors")
     monkeypatch.setattr(to_safetensors, "write", lambda subject, place: place.write_text("no"))
     with pytest.raises(TrainingError, match="cannot load the export, so nothing was written"):

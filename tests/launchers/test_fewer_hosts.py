@@ -73,7 +73,7 @@ def test_a_run_that_may_start_again_has_a_folder(words: list[str], env: dict[str
 
 def test_a_host_that_is_to_leave_can(tmp_path: Path) -> None:
     for words, restarts in (["--nnodes=3"], "3"), (["--nnodes=2:3"], "0"), ([], "3"):
-        with pytest.raises(UsageError, match="on_corruption: go_on requires a torchrun that restarts"):
+        with pytest.raises(UsageError, match="on_corruption: go_on requires torchrun with restarts"):
             check_can_leave([*AGENT, *words], {"TORCHELASTIC_MAX_RESTARTS": restarts})
     check_can_leave([*AGENT, "--nnodes=2:3"], {"TORCHELASTIC_MAX_RESTARTS": "3"})
 

@@ -47,7 +47,7 @@ class GatherDtype:
 @final
 @dataclass(eq=False)
 class ShardedModel:
-    """A model whose parameters are sharded by rows over the ranks of `mesh`, the members.
+    """A model whose parameters are sharded by rows over the ranks of `mesh`, called members below.
 
     Each of the `units` is gathered as a whole. The parameters that aren't in any of these units form the last unit. A
     unit is gathered before its forward pass and again before its backward pass or, if `keep_gathered` is set, once for
@@ -270,7 +270,7 @@ class ShardedModel:
         return outputs
 
     def _on_output_gradient(self, call_index: int, gradient: Tensor) -> None:
-        """Complete the units that were first called after call `call_index`, whose output gradient is ready."""
+        """Complete the units that were first called after call `call_index`, because its output gradient is ready."""
         self._check_graph_task(gradient)
         for unit in self._calls.get_completed_units(call_index):
             self._finish_unit(unit)

@@ -37,7 +37,7 @@ def import_object(path: str, purpose: str) -> Any:
 
 
 def import_callable(path: str, purpose: str, expected: str) -> Any:
-    """Import an object with `import_object`. If it isn't callable, raise UsageError that says what was `expected`."""
+    """Import an object with `import_object`. If it isn't callable, raise a UsageError that contains `expected`."""
     value = import_object(path, purpose)
     if not callable(value):
         raise UsageError(f"{purpose} {path}: expected {expected}, got an object of type {type(value).__name__}")

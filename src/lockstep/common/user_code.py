@@ -135,7 +135,7 @@ def make_refusal(text: str, advice: str, location: str = "") -> UserCodeError:
 
 @contextmanager
 def add_calling_line() -> Iterator[None]:
-    """Return a context manager that adds the line of user code that called Lockstep to errors without a source line.
+    """Return a context manager that extends errors without a source line by the line of user code that called Lockstep.
 
     Recipe keys are shown as arguments, because the caller is a custom training loop.
     """

@@ -48,7 +48,7 @@ def add_losses(loss: Loss) -> Tensor:
 
 
 def make_loss_sums(loss: Loss, weight: Weight) -> dict[str, Tensor]:
-    """Return the losses and the weights of a batch under their names in the sums of a task (`loss/NAME`)."""
+    """Return the losses and weights of a batch, keyed by their names in the sums of a task (`loss/NAME`)."""
     if isinstance(loss, Mapping) and isinstance(weight, Mapping):
         losses = {f"{_LOSS_PREFIX}{name}": value for name, value in loss.items()}
         return losses | {f"{_WEIGHT_PREFIX}{name}": torch.tensor(value) for name, value in weight.items()}

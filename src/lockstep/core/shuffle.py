@@ -20,8 +20,8 @@ from lockstep.core.random import UInt64
 # Positions in an epoch -> sample indices of the same shape.
 OrderFunction = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
-# Larger datasets are shuffled with a network. On a small rectangle, a network shuffles poorly. A permutation array of
-# this size only takes 32 KiB.
+# Larger datasets are shuffled with a Feistel network, which shuffles a small number of indices poorly. A permutation
+# array of this size only takes 32 KiB.
 MAX_SORTED_SAMPLES: Final = 4096
 # With 4 rounds, consecutive indices are measurably closer than by chance. With 6 rounds, this is only measurable below
 # 1,000 samples.

@@ -62,7 +62,7 @@ def check_export(
     difference = float((actual.double() - outputs.double()).abs().max()) / scale
     if not difference <= tolerance:  # this condition also catches NaN
         raise TrainingError(
-            f"export to {format_name}: outputs of the loaded export differ from the model of the run by "
+            f"export to {format_name}: the outputs of the loaded export differ from those of the run's model by "
             f"{difference:.2g} of the largest output (tolerance {tolerance:.2g}), so nothing was written; use a "
             f"different --to"
         )

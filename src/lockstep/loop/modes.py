@@ -81,7 +81,7 @@ class ModuleModes:
         self._saved = None  # after a save between two loops, a resumed script runs the lines after the save again
 
     def end_step(self) -> None:
-        """Record the modes that the script set after a save in this step."""
+        """If the script saved in this step, record the modes that it set after the save."""
         if self._saved is not None:
             changed_names = self._saved.symmetric_difference(self.list_eval_module_names())
             self._late_changes = {name: self._modules[name].training for name in changed_names}

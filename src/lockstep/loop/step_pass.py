@@ -92,7 +92,7 @@ class StepPass:
         return self._computation.sums or self._engine.end()
 
     def start_over(self) -> None:
-        """Prepare for the next iteration over the step, after an update of some groups of the optimizer."""
+        """Prepare for another pass over the step, after an update of some parameter groups."""
         self.num_earlier_passes += 1
         self.has_begun, self.backward_count, self._computation = False, 0, Computation(self._training_step.microbatches)
 

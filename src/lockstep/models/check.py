@@ -163,7 +163,7 @@ class _SameDtypeCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.removeprefix("aten::")
         dtypes = sorted({str(argument.dtype) for argument in args if isinstance(argument, Tensor)})
         if name in _PRODUCTS and len(dtypes) > 1:
-            raise RuntimeError(f"{name} of {' and '.join(dtypes)}, which must have the same dtype")
+            raise RuntimeError(f"{name} of tensors with dtypes {' and '.join(dtypes)}, which must be equal")
         return func(*args, **(kwargs or {}))
 
 

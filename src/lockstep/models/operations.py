@@ -89,7 +89,7 @@ def _record_on_cpu(
 def _use_fake_cuda() -> Iterator[Callable[[Tensor], Tensor]]:
     """Yield a function that converts a tensor to a fake CUDA tensor."""
     original_init: Any = fake_tensor.init_gpu_context
-    # Don't initialize CUDA, because this process may only start the ranks, but would keep GPU memory allocated. Only
+    # Don't initialize CUDA: it would keep GPU memory allocated, even if this process only starts the ranks. Only
     # torch's backward engine needs CUDA, and `_run_backward` replaces it.
     fake_tensor.init_gpu_context = cache(lambda device: None)
     try:

@@ -18,8 +18,8 @@ class ComparedResult(NamedTuple):
     rows: str = ""
 
 
-# The digests of a rank. Each item is a result and the digests of its tensors by name.
-Findings = list[tuple[ComparedResult, dict[str, str]]]
+# The digests of a rank: for each result, the digests of its tensors by name.
+RankDigests = list[tuple[ComparedResult, dict[str, str]]]
 
 
 @final
@@ -38,7 +38,7 @@ class DigestRecorder:
         return {name: digest.to_text() for name, digest in self._tensor_digests.items()}
 
 
-def digest_tensors(digests: Digests, kind: str, tensors: NamedTensors) -> Findings:
+def digest_tensors(digests: Digests, kind: str, tensors: NamedTensors) -> RankDigests:
     """Return the digests of this rank's `tensors`. Unsharded tensors and rows of sharded tensors are separate results.
 
     A result without tensors is left out.

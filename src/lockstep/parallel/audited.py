@@ -28,7 +28,7 @@ from lockstep.errors import CorruptionError
 from lockstep.parallel.audit_digests import (
     ComparedResult,
     DigestRecorder,
-    Findings,
+    RankDigests,
     describe_flipped_bit,
     digest_tensors,
     short_hash,
@@ -152,7 +152,7 @@ class Audit:
 
     def _iterate_step_computations(
         self, schedule: AuditSchedule, step: Step, extra_microbatch: MicroBatch, own_microbatches: MicroBatches
-    ) -> Generator[Computation, None, Findings]:
+    ) -> Generator[Computation, None, RankDigests]:
         """Yield a step's computations, and return the digests of results that several ranks have, in time order."""
         findings = [(yield from self._recompute_microbatch(extra_microbatch))]
         audited_index, recorder = schedule.get_audited_microbatch(self._world.rank, step), DigestRecorder(self._digests)
@@ -193,7 +193,7 @@ class Audit:
         yield Computation([replace(microbatch, record_tensor=recorder.record)], is_extra=True)
         return _make_microbatch_result(microbatch.index), recorder.get_digests()
 
-    def _find_differing_results(self, findings: Findings) -> DigestsByResult:
+    def _find_differing_results(self, findings: RankDigests) -> DigestsByResult:
         """Return the results that differ between ranks. All ranks must call this method, and get the same results."""
         summaries = [[*subject, short_hash(digests)] for subject, digests in findings]
         digests_by_result: DigestsByResult = {}
@@ -206,7 +206,7 @@ class Audit:
             if len({digest for _, digest in rank_digests}) > 1
         }
 
-    def _make_error(self, step: Step, findings: Findings) -> CorruptionError:
+    def _make_error(self, step: Step, findings: RankDigests) -> CorruptionError:
         """Return the error that names the faulty ranks. All ranks must call this method, and get the same error."""
         differing_results = self._find_differing_results(findings)
         suspect_ranks = {

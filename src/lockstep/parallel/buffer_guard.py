@@ -32,8 +32,7 @@ _CHECK_INTERVAL: Final = 16
 class BufferGuard:
     """Detects writes to the weights of a model, and to all of its buffers except those in `exempt_buffers`.
 
-    For sharded models, `get_gathered_weights` returns a map from each gathered weight that the model computes with to
-    its sharded parameter.
+    For sharded models, `get_gathered_weights` returns a dict that maps each gathered weight to its sharded parameter.
     """
 
     def __init__(

@@ -163,7 +163,7 @@ class Phased(Auditable, Protocol):
         """The buffers that Lockstep keeps in sync across ranks."""
 
     def gathered_shards(self) -> dict[Tensor, Tensor]:
-        """Return a map from each gathered weight that the model computes with to its sharded parameter."""
+        """Return a dict that maps each gathered weight, which the model uses, to its sharded parameter."""
 
     def begin(self, microbatches: MicroBatches, step: Step, num_microbatches: int, num_counts: int = 0) -> None:
         """Start a step of `num_microbatches` micro-batches over all ranks, of which this rank computes `microbatches`.

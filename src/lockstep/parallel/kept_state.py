@@ -13,7 +13,13 @@ from lockstep.core.audit_schedule import is_due
 from lockstep.core.digest import Digests
 from lockstep.core.order import Step
 from lockstep.errors import CorruptionError
-from lockstep.parallel.audit_digests import ComparedResult, Findings, describe_flipped_bit, digest_tensors, short_hash
+from lockstep.parallel.audit_digests import (
+    ComparedResult,
+    RankDigests,
+    describe_flipped_bit,
+    digest_tensors,
+    short_hash,
+)
 from lockstep.parallel.corruption import MAX_SHOWN_NAMES, REMOVE_HOST, format_ranks
 from lockstep.parallel.engine import Engine, PredictFunction, State, Update
 
@@ -33,7 +39,7 @@ class StateChangeDetector:
         self._world = world
         self._interval = interval
         self._digests = Digests()
-        self._saved: Findings | None = None
+        self._saved: RankDigests | None = None
 
     def begin(self) -> None:
         """Record digests of the state. Call this after the weights are initialized or a checkpoint is loaded."""
@@ -64,7 +70,7 @@ class StateChangeDetector:
         """Discard the recorded digests. Call this before an evaluation, which may change buffers of the model."""
         self._saved = None
 
-    def check(self, step: Step) -> Findings:
+    def check(self, step: Step) -> RankDigests:
         """Compare this rank's state with the recorded digests, and return its digests. Call this on all ranks.
 
         Raises CorruptionError on all ranks if the state of any rank has changed since its last update.
@@ -85,7 +91,7 @@ class StateChangeDetector:
             )
         return findings
 
-    def _digest_state(self) -> Findings:
+    def _digest_state(self) -> RankDigests:
         state = self._engine.state()
         return [
             *digest_tensors(self._digests, "the weights", state.model),
@@ -95,7 +101,7 @@ class StateChangeDetector:
         ]
 
 
-def _find_change(before: Findings, current: Findings) -> tuple[str, list[str], str] | None:
+def _find_change(before: RankDigests, current: RankDigests) -> tuple[str, list[str], str] | None:
     """Return the first result that changed, or None: its kind, the names of its changed tensors and the flipped bit."""
     for (subject, old), (_, new) in zip(before, current, strict=True):
         if old != new:

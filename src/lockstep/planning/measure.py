@@ -90,7 +90,7 @@ def measure(prepared: PreparedRun, world: World, traffic: Traffic | None) -> Mea
     digests = StepDigests(world, engine.gradients, lambda _: None, interval=1) if has_digests else None
     with traffic or nullcontext():
         run_step()  # creates the optimizer state
-        held_bytes = memory.measure_current()
+        held_bytes = memory.measure_current_bytes()
         before = (traffic.num_bytes, traffic.num_messages) if traffic else (0, 0)
         run_step(digests)  # also creates the keys of the digests
         after = (traffic.num_bytes, traffic.num_messages) if traffic else (0, 0)
@@ -149,7 +149,7 @@ class _MemoryMeter:
         self._device = device
         self._live = None if device.type == "cuda" else LiveByteCounter()
 
-    def measure_current(self) -> int:
+    def measure_current_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device) if self._live is None else self._live.measure()
 
     def measure_peak(self, function: Callable[[], None]) -> int:

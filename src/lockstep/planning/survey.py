@@ -146,7 +146,7 @@ def _iterate_placements(
 
 
 def _is_exact(placement: Placement) -> bool:
-    """Return whether a strategy promises the same bits and doesn't unpickle received data."""
+    """Return whether a strategy guarantees the bits of a single process, and doesn't unpickle received data."""
     _, strategy = find_strategy(placement, 2)
     return strategy.traits.exactness == "bits" and not strategy.traits.unpickles
 

@@ -45,8 +45,9 @@ class Timing:
     # How long a rank that finds an error before the rendezvous waits for the other ranks, to report the error to them.
     # Only applies to external launchers.
     early_failure_wait_s: float = 4.0
-    # Timeouts when a rank of an external launcher ends: for reporting its failure, for leaving the job, and for both
-    # together. Either step may hang, for example if the process that hosts the store is gone or a terminal is stopped.
+    # Timeouts for the exit of a rank that an external launcher started: for reporting its failure, for leaving the
+    # job, and for both together. Either step may hang, for example if the process that hosts the store is gone or a
+    # terminal is stopped.
     report_timeout_s: float = 2.0
     leave_timeout_s: float = 6.0
     end_timeout_s: float = 10.0

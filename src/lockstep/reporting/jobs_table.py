@@ -87,12 +87,12 @@ def format_cells(run: RunView, now: float) -> tuple[str, ...]:
         run.state,
         "" if figure is None else f"{figure.name} {wording.format_value(figure.value, figure.is_fraction)}",
         format_loss(run.history),
-        wording.format_out_of(status.step, status.steps),
+        wording.format_fraction(status.step, status.steps),
         f"{run.job or ''} {run.job_state}".strip(),
         "" if ended or status.left_s is None else wording.format_duration(status.left_s),
         "" if status.time is None else format_age(now - status.time),
         "" if status.samples_per_s is None else f"{status.samples_per_s:,.0f}",
-        wording.format_out_of(status.epoch, status.epochs),
+        wording.format_fraction(status.epoch, status.epochs),
     )
 
 

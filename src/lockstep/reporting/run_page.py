@@ -288,7 +288,7 @@ def _make_columns(runs: Sequence[RunView], curves: Sequence[str], with_progress:
     return {
         "run": [run.folder for run in runs],
         "state": [run.state for run in runs],
-        "step": [wording.format_out_of(run.status.step, run.status.steps) for run in runs],
+        "step": [wording.format_fraction(run.status.step, run.status.steps) for run in runs],
         **({"time left": [format_time_left(run) for run in runs]} if with_progress else {}),
         "time": [wording.format_duration(run.history.seconds) if run.history.starts else "" for run in runs],
         **{name: [format_last_value(run, name) for run in runs] for name in curves},

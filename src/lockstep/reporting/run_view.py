@@ -125,7 +125,7 @@ def format_progress(run: RunView) -> str:
     if status.step is None:
         return ""
     epoch = "" if status.epoch is None or status.epochs is None else f"epoch {status.epoch:,}/{status.epochs:,}"
-    return join_nonempty(epoch, f"step {wording.format_out_of(status.step, status.steps)}")
+    return join_nonempty(epoch, f"step {wording.format_fraction(status.step, status.steps)}")
 
 
 def format_time_left(run: RunView) -> str:
@@ -161,8 +161,8 @@ def get_named_progress(run: RunView) -> list[tuple[str, str]]:
         ("state", run.state if run.is_fully_read else "reading its log"),
         ("placement", next((_format_placement(each) for each in run.history.starts[-1:]), "")),
         ("job", "" if run.job is None else f"{run.job} {run.job_state}".strip()),
-        ("epoch", wording.format_out_of(status.epoch, status.epochs)),
-        ("step", wording.format_out_of(status.step, status.steps)),
+        ("epoch", wording.format_fraction(status.epoch, status.epochs)),
+        ("step", wording.format_fraction(status.step, status.steps)),
         ("time left", format_time_left(run)),
         ("last event", format_time_of_day(status.time)),
     ]

@@ -267,7 +267,7 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def format_out_of(number: int | None, total: int | None) -> str:
+def format_fraction(number: int | None, total: int | None) -> str:
     """Return text such as `3/10`, or `3` if the total is unknown. Returns an empty string if `number` is None."""
     return "" if number is None else f"{number:,}" if total is None else f"{number:,}/{total:,}"
 

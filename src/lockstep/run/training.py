@@ -174,8 +174,8 @@ def run_rank(
     broadcasts the checkpoint to start from, and `extra_sink` is a sink of this rank. Otherwise, `extra_sink` is only
     used on rank 0.
     """
-    # Load the initial weights before the rank is opened. Opening the rank compares the recipe across ranks, and the
-    # recipe then contains the hash of the weights.
+    # Load the initial weights before this rank opens the run, because opening it compares the recipe across ranks, and
+    # the recipe must contain the hash of the weights by then.
     prepared_config = prepared or prepare_config(resolved.loaded, resolved.processes)
     loaded, info = prepared_config.resolved.loaded, rendezvous.info
     stop = StopRequest()

@@ -75,7 +75,7 @@ class TranslatedConfig:
         return "\n".join([*lines, *(line for remark in self.remarks() for line in _wrap_comment(remark))]) + "\n"
 
     def remarks(self) -> Iterator[str]:
-        """Yield a line for each reason with the keys that have no counterpart, and then the notes."""
+        """Yield a line for each reason, with its keys that have no counterpart, followed by the notes."""
         for reason in dict.fromkeys(self.unmapped.values()):
             keys = [key for key, key_reason in self.unmapped.items() if key_reason == reason]
             yield f"not mapped: {', '.join(keys)}: {reason}"

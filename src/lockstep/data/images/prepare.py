@@ -56,7 +56,7 @@ def _encode_image(split: ImageSplit, index: int, max_short_side: int | None) -> 
 
 
 def _make_member_name(index: int, name: str) -> str:
-    """Return the name of an image in the archive without a suffix: its index, followed by its original name."""
+    """Return an image's name in the archive, without a suffix: its index, followed by its original name."""
     stem = Path(name).stem.replace(".", "_")
     return (
         f"{index:08d} {''.join(character if character.isprintable() else '_' for character in stem)[:_MAX_NAME_LENGTH]}"

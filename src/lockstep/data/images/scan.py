@@ -119,7 +119,7 @@ def _split_classes(root: str, fraction: float | None) -> ScanResult:
 
 
 def _list_single_split(root: str, option: str) -> tuple[Path, _Listing]:
-    """List the images of a dataset without a folder val/. Return their folder, train/ or the root, and the listing.
+    """List the images of a dataset without a folder val/. Return their folder (train/ or the root) and the listing.
 
     Raises UsageError if there is a folder val/, because `option` is only supported without it.
     """

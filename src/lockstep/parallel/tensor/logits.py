@@ -132,7 +132,10 @@ _CHUNKWISE_FUNCTIONS: Final[Mapping[Any, Callable[..., Any]]] = {
 
 
 def _cross_entropy(arguments: Mapping[str, Any]) -> Tensor:
-    """Compute F.cross_entropy for the `arguments` of a call, by name. All sums are in float32 or wider."""
+    """Compute F.cross_entropy. `arguments` maps the argument names of a call to values.
+
+    All sums are in float32 or wider.
+    """
     logits, targets = arguments["input"], arguments["target"]
     for name, value in arguments.items():
         default = inspect.signature(F.cross_entropy).parameters[name].default
