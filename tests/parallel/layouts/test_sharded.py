@@ -43,9 +43,9 @@ class _Copying:
 def copied_before_they_are_complete(world: World, case: Case) -> Trace:
     begin = ShardedModel.begin_round
 
-    def begin_round(self: ShardedModel, last: bool) -> None:
+    def begin_round(self: ShardedModel, is_last: bool) -> None:
         self._offloads = True
-        begin(self, last)
+        begin(self, is_last)
 
     with (
         mock.patch.object(_fsdp_collectives, "torch", _Copying()),
