@@ -114,11 +114,11 @@ def test_a_block_that_cannot_be_compiled_is_named_with_its_place(
     broken = tmp_path / "g++"
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] && echo g++ 1.0 || { echo no space left >&2; exit 1; }\n')
     broken.chmod(0o755)
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, str(broken)))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     model = Blocks()
     compile_blocks(model, torch.device("cpu"))
-    with pytest.raises(
-        UsageError, match=r"torch cannot compile block blocks\.0 \(.*test_compiled\.py:\d+\): .*: no space left; change"
-    ):
+    message = r"torch cannot compile block blocks\.0 \(.*test_compiled\.py:\d+\): .*: no space left; change"
+    # monkeypatch would delete the setting instead of restoring it.
+    compiler = torch._inductor.config.patch({"cpp.cxx": (None, str(broken))})
+    with compiler, pytest.raises(UsageError, match=message):
         model(torch.randn(4, 3, 8, 8))

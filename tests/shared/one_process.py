@@ -16,13 +16,14 @@ def joined(**options: Any) -> Iterator[Any]:
     """Join a run, and close it however the block ends; torch's settings are those from before, afterwards."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     token = WORKER_CONTEXT.set(WorkerContext(make_single_process_rendezvous()))
-    run = lockstep.join(seed=0, **options)
     try:
-        yield run
-        run.close()
-    except BaseException as error:
-        run.close(error)
-        raise
+        run = lockstep.join(seed=0, **options)
+        try:
+            yield run
+            run.close()
+        except BaseException as error:
+            run.close(error)
+            raise
     finally:
         WORKER_CONTEXT.reset(token)
         torch.use_deterministic_algorithms(deterministic)

@@ -2,17 +2,18 @@
 
 - Writes a line and its newline at once. torchrun starts its ranks with -u, which writes them separately, so that lines
   of two ranks mix.
-- Collects garbage before the interpreter finalizes. DistributedDataParallel is part of reference cycles and keeps its
-  process group. A gloo thread of this group that frees a tensor during finalization can't get the GIL, and ends the
-  process with "terminate called without an active exception".
+- Waits before the interpreter finalizes. DistributedDataParallel imports torch.distributed.nn, whose functions keep the
+  process group as a default argument, so the threads of gloo outlive destroy_process_group. A thread that frees its
+  last tensor during finalization can't get the GIL. It then ends the process with "terminate called without an active
+  exception".
 """
 
 import atexit
-import gc
 import io
 import sys
+import time
 
-atexit.register(gc.collect)
+atexit.register(time.sleep, 0.1)
 
 if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(line_buffering=True, write_through=False)
