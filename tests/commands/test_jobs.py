@@ -119,10 +119,10 @@ def test_what_differs_between_runs(folder: Path) -> None:
     config(run_folder(folder, "b", STARTED), "recipe.optimizer.lr=0.2", "recipe.model=resnet18")
     run_folder(folder, "c", STARTED)
     head, b, c, a, _ = show().stdout.splitlines()
-    assert head.split()[:7] == ["run", "state", "step", "model", "source", "lr", "dropout"]
+    assert head.split()[:7] == ["run", "state", "step", "model", "lr", "source", "dropout"]
     assert (b.split()[3:6], a.split()[3:7]) == (
-        ["resnet18", "auto", "0.2"],
-        ["digits_convnet", "lockstep", "0.1", "0.1"],
+        ["resnet18", "0.2", "auto"],
+        ["digits_convnet", "0.1", "lockstep", "0.1"],
     )
     assert c.split()[:2] == ["runs/c", "died"]
     assert json.loads(show("--json").stdout)[0]["differs"]["optimizer.lr.value"] == "0.2"
@@ -134,8 +134,8 @@ def test_what_differs_between_placements_of_one_recipe(folder: Path) -> None:
     ran = {**STARTED, "strategy": "zero3", "processes": 4}
     config(run_folder(folder, "b", ran), "placement.strategy=fastest", "recipe.seed=1")
     head, b, a, _ = show().stdout.splitlines()
-    assert head.split()[:6] == ["run", "state", "step", "seed", "strategy", "processes"]
-    assert (b.split()[3:6], a.split()[3:6]) == (["1", "zero3", "4"], ["0", "auto", "2"])
+    assert head.split()[:6] == ["run", "state", "step", "strategy", "processes", "seed"]
+    assert (b.split()[3:6], a.split()[3:6]) == (["zero3", "4", "1"], ["auto", "2", "0"])
     differs = {each["run"]: each["differs"] for each in json.loads(show("--json").stdout)}
     assert differs["runs/a"] == {"seed": "0", "placement.strategy.name": "auto", "placement.processes": "2"}
 

@@ -93,16 +93,16 @@ def test_keys_in_which_recipes_differ_are_columns_and_the_rest_is_named() -> Non
     runs = [RunView(name, "running", recipe=each) for name, each in (("a", recipe), ("b", other), ("c", {}))]
     assert lines(*runs[:1]) == ["run  state", "a    running"]
     head, a, b, c, rest = lines(*runs)
-    assert head.split() == ["run", "state", *(f"key{number}" for number in range(5))]
-    assert (a.split()[2:], b.split()[2:], c.split()[2:]) == (["1"] * 5, ["2"] * 5, [])
-    assert rest == "the runs also differ in a.key5, a.key6, loss.name, optimizer.lr.value"
+    assert head.split() == ["run", "state", "lr", *(f"key{number}" for number in range(4))]
+    assert (a.split()[2:], b.split()[2:], c.split()[2:]) == (["0.1", *["1"] * 4], ["2"] * 5, [])
+    assert rest == "the runs also differ in a.key4, a.key5, a.key6, loss.name"
 
 
 def test_headings_of_keys_are_short_where_no_two_are_alike() -> None:
     recipe = {"loss.name": "x" * 40, "optimizer.lr.value": "0.1", "model.name": "x", "one.x": "1", "two.x": "1"}
     runs = [RunView(name, "running", recipe=each) for name, each in (("a", recipe), ("b", dict.fromkeys(recipe, "")))]
     head, first, _ = lines(*runs)
-    assert head.split() == ["run", "state", "loss.name", "lr", "model", "one.x", "two.x"]
+    assert head.split() == ["run", "state", "model", "lr", "loss.name", "one.x", "two.x"]
     assert "x" * 23 + "…" in first
 
 

@@ -324,8 +324,9 @@ class HiddenState(defaultdict[Any, Any]):
 GroupValues = dict[str, Any]
 
 _RATE_ADVICE: Final = (
-    "pass the rate to step.update(lr=...), as a function of step.samples_seen; for a separate schedule in each group, "
-    "call run.place(model, optimizer, scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, [f, g]))"
+    "if you use a scheduler of torch, pass it to run.place, such as run.place(model, optimizer, "
+    "scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, [f, g])) for a schedule in each group; otherwise, pass the "
+    "rate to step.update(lr=...), as a function of step.samples_seen"
 )
 FREEZING_ADVICE: Final = "do it before run.place; to freeze an optimizer group later, set its lr_scale to 0"
 _SETTING_ADVICE: Final = (

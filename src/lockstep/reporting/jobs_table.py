@@ -16,6 +16,16 @@ _KEY_COLUMNS_INDEX: Final = 6  # index of the column before which the differing 
 _NUMERIC_COLUMNS: Final = ("figure", "loss", "step", "left", "samples/s", "epoch")
 # Maximum number of differing keys with a column; the remaining keys are listed below the table.
 _MAX_KEY_COLUMNS: Final = 5
+# Differing keys that get a column before others.
+_FIRST_KEYS: Final = (
+    "model.name",
+    "data.name",
+    "optimizer.name",
+    "optimizer.lr.value",
+    "batch",
+    "placement.strategy.name",
+    "placement.processes",
+)
 _MAX_CELL_CHARS: Final = 24  # maximum number of characters in a column of a differing key
 
 
@@ -29,6 +39,7 @@ def print_overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal
     rows = [format_cells(run, now) for run in runs]
     columns = [(heading, [row[at] for row in rows]) for at, heading in enumerate(_HEADINGS)]
     settings, keys = _collect_settings(runs)
+    keys = sorted(keys, key=lambda key: _FIRST_KEYS.index(key) if key in _FIRST_KEYS else len(_FIRST_KEYS))
     headings = _shorten_keys(keys[:_MAX_KEY_COLUMNS])
     columns.insert(_BEST_COLUMN_INDEX, ("best", describe_best_run([run.history for run in runs])))
     columns[_KEY_COLUMNS_INDEX:_KEY_COLUMNS_INDEX] = [
