@@ -79,7 +79,7 @@ def test_refused_before_anything_is_removed(runs: Path, absent: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "why"), [(2, "runs/a: in use by process"), (1, "runs/a keeps all checkpoints: remove")]
+    ("code", "why"), [(2, "; it keeps all checkpoints until it ends"), (1, "runs/a keeps all checkpoints: remove")]
 )
 def test_a_run_that_trains_or_is_damaged_keeps_all_and_the_others_are_pruned(runs: Path, code: int, why: str) -> None:
     if code == 1:

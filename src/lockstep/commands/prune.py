@@ -39,7 +39,7 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
     with ExitStack() as locks:
         for run in find_run_folders(*folders):
             try:
-                locks.enter_context(lock(run))
+                locks.enter_context(lock(run, "it keeps all checkpoints until it ends"))
                 surplus[run] = store.find_surplus(run / store.FOLDER, keep)
             except UsageError as error:
                 problems.append(error)

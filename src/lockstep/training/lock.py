@@ -41,8 +41,10 @@ class Lock(AbstractContextManager["Lock"]):
         self.release()
 
 
-def lock(run_dir: Path) -> Lock:
-    """Lock a run folder for this process. Create the folder if needed. Raise UsageError if the folder is in use.
+def lock(run_dir: Path, advice: str = "wait for it, or choose a different run.dir") -> Lock:
+    """Lock a run folder for this process. Create the folder if needed.
+
+    Raises UsageError, whose message ends with `advice`, if the folder is in use.
 
     Exactly one process of a run must call this function, and it must be the last process to end. Releasing the
     lock doesn't remove the lock file. If it did, two processes could hold locks on two files with the same name.
@@ -50,19 +52,19 @@ def lock(run_dir: Path) -> Lock:
     run_dir.mkdir(parents=True, exist_ok=True)
     descriptor = plainfile.open_descriptor(run_dir / LOCK, os.O_RDWR | os.O_CREAT)
     try:
-        _acquire_for_run(descriptor, run_dir)
+        _acquire_for_run(descriptor, run_dir, advice)
     except BaseException:
         os.close(descriptor)
         raise
     return Lock(descriptor)
 
 
-def _acquire_for_run(descriptor: int, run_dir: Path) -> None:
+def _acquire_for_run(descriptor: int, run_dir: Path, advice: str) -> None:
     try:
         _acquire(descriptor)
     except BlockingIOError:
         holder = os.pread(descriptor, 400, 0).decode(errors="replace").strip() or "another process"
-        raise UsageError(f"{run_dir}: in use by {holder}; wait for it, or choose a different run.dir") from None
+        raise UsageError(f"{run_dir}: in use by {holder}; {advice}") from None
     except OSError as error:
         raise UsageError(
             f"{run_dir}: this file system cannot lock files ({error.strerror}), so a second run in this folder would "
