@@ -160,9 +160,17 @@ def again(step: Any, model: nn.ModuleDict) -> None:
     once(step, model)
 
 
+def all_groups(step: Any, model: nn.ModuleDict) -> None:
+    once(step, model)
+    step.update(of="critic")
+    once(step, model)
+    step.update()
+
+
 @pytest.mark.parametrize(
     ("body", "text"),
     [
+        (all_groups, "step 1: step.update without of= follows an update with of="),
         (unknown, "step.update: got of='judge', expected the name of an optimizer group: 'critic', 'generator'"),
         (second, "step 1: step.update was called twice"),
         (left_open, "step 1: the loop left the step without step.update"),

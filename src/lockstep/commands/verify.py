@@ -30,7 +30,13 @@ _MAX_LINE_CHARS: Final = 200  # maximum line length if the output isn't a termin
 @click.option(
     "--processes", type=click.IntRange(1), multiple=True, help="Number of processes for SCRIPT. Can be repeated."
 )
-@click.option("--strategy", "strategies", metavar="NAME", multiple=True, help="For SCRIPT. Can be repeated.")
+@click.option(
+    "--strategy",
+    "strategies",
+    metavar="NAME",
+    multiple=True,
+    help="Strategy for SCRIPT. Can be repeated. For a recipe, use placement.strategy=NAME.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Chooses the step after which SCRIPT is stopped.")
 @click.option("--no-resume", is_flag=True, help="Don't stop and resume SCRIPT.")
 @click.option("--all", "everything", is_flag=True, help="Every exact strategy on 1 to 4 processes, if possible.")

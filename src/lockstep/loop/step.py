@@ -362,6 +362,12 @@ class Step:
                 f"step {number}: step.update was called twice",
                 "call it once for each step, or once with of= after each iteration over its micro-batches",
             )
+        if of is None and self._pass.num_earlier_passes:
+            raise make_refusal(
+                f"step {number}: step.update without of= follows an update with of=, so it would also update the "
+                "groups of that update",
+                "pass of= with the name of a group to each update of the step",
+            )
         if not self._pass.is_complete:
             raise self._make_unfinished_error()
         self._guard.check(full=False, updating=True)

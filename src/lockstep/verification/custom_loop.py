@@ -120,8 +120,8 @@ class Checked:
 def verify(
     function: Callable[[], object] | str | Path,
     *,
-    processes: Sequence[int] = (1, 2, 3),
-    strategies: Sequence[str | Mapping[str, Any]] = STRATEGIES,
+    processes: int | Sequence[int] = (1, 2, 3),
+    strategies: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = STRATEGIES,
     steps: int | None = None,
     seed: int | None = 0,
 ) -> list[Checked]:
@@ -142,6 +142,8 @@ def verify(
     Raises VerificationError if a placement differs or fails. Raises UsageError if the function joins no run, or if no
     placement is possible.
     """
+    processes = [processes] if isinstance(processes, int) else processes
+    strategies = [strategies] if isinstance(strategies, str | Mapping) else strategies
     if isinstance(function, str | Path) and not str(function).endswith(".py"):
         return _verify_recipe(str(function), processes, strategies, steps or _RECIPE_STEPS)
     if isinstance(function, str | Path):
