@@ -1,11 +1,13 @@
 """A run folder is claimed only if its files are a run's own, and the newest checkpoint that is whole is taken."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from lockstep.errors import UsageError
+from lockstep.ranks.failure import Failure
 from lockstep.runs import folder as run_folder
 from lockstep.training.checkpoint import store
 
@@ -33,3 +35,23 @@ def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").mkdir()
     with pytest.raises(UsageError, match=r"events\.jsonl: must be a regular file; move it away, or choose"):
         run_folder.claim_loop_folder(tmp_path, None)
+
+
+def test_a_start_that_is_rejected_on_several_ranks_has_its_reason_and_keeps_an_earlier_result(tmp_path: Path) -> None:
+    """A launcher such as torchrun ends the ranks, so none of them can undo its start."""
+    rejected = Failure(2, 3, "host", "error: 3 processes but only 2 micro-batches", exit_code=2, cause="usage")
+    folder = tmp_path / "run"
+    claim = run_folder.claim_loop_folder(folder, None)
+    claim.write_failure(rejected)
+    claim.lock.release()
+    result = json.loads((folder / run_folder.RESULT).read_text())
+    assert (result["exit_code"], result["ranks"]) == (2, [2])
+    assert "only 2 micro-batches" in result["reason"]
+
+    earlier = json.dumps({"event": "stopped", "step": 7})
+    (folder / run_folder.RESULT).write_text(earlier)
+    claim = run_folder.claim_loop_folder(folder, None)
+    assert not (folder / run_folder.RESULT).exists()
+    claim.write_failure(rejected)
+    claim.lock.release()
+    assert (folder / run_folder.RESULT).read_text() == earlier

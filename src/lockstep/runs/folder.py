@@ -96,12 +96,16 @@ class Claim:
             yield
 
     def write_failure(self, failure: Failure) -> None:
-        """Write result.json for a failure of any rank, unless a usage error prevented the run from starting.
+        """Write result.json for a failure of any rank.
 
-        See `LastStart.is_rejected_start`.
+        If a usage error prevented the start of a run in a folder that existed before, restore the result.json of its
+        previous start instead. A new folder stays, because other ranks may be writing to their logs in it.
         """
-        if not self.last_start.is_rejected_start(self.folder, failure):
+        if self.created or not self.last_start.is_rejected_start(self.folder, failure):
             write_failure(self.folder, failure)
+        else:
+            with suppress(HostError):  # must not hide the original error
+                self.last_start.restore(self.folder)
         if self.remote is not None:
             self.remote.close()
 
@@ -127,6 +131,11 @@ class LastStart:
     def is_rejected_start(self, folder: Path, failure: Failure) -> bool:
         """Return whether a failure is a usage error that ended this start of the run before it wrote an event."""
         return failure.cause == "usage" and LastStart.read(folder).num_event_bytes <= self.num_event_bytes
+
+    def restore(self, folder: Path) -> None:
+        """Restore the result.json of the previous start, if there was one."""
+        if self.result is not None:
+            _write_text(folder / RESULT, self.result.decode(errors="replace"))
 
 
 @dataclass(frozen=True)
@@ -321,8 +330,8 @@ def _write_failure_on_error(folder: Path, created_paths: Sequence[Path], last_st
             write_exit(folder, failure.exit_code, failure)
         elif created_paths and not any((folder / name).exists() for name in (CONFIG_NAME, EVENTS)):
             _remove_created_paths(folder, created_paths)
-        elif last_start.result is not None:  # restore the result of the previous start of the run
-            _write_text(folder / RESULT, last_start.result.decode(errors="replace"))
+        else:
+            last_start.restore(folder)
         raise
 
 

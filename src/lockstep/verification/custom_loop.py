@@ -311,7 +311,10 @@ def _check_resume(
         loop.run(resume_strategy, size, "resumed-again", stopped_run="stopped-again", diagnose=True)
     mismatch += _describe_lost_state(loop.read_lost_state("resumed-again"))
     if not loop.has_folder("reference"):
-        mismatch += "; lockstep.join has no dir=, so runs of this loop are never resumed; --no-resume skips this check"
+        mismatch += (
+            "; lockstep.join has no dir=, so runs of this loop are never resumed; --no-resume (seed=None in "
+            "lockstep.verify) skips this check"
+        )
     return replace(row, verdict="differs", steps=len(resumed_trace.steps), reason=mismatch)
 
 
