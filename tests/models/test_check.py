@@ -183,7 +183,10 @@ class _Mixes(nn.Linear):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (_Mixes, "recipe.precision: forward mixes dtypes with weights in torch.bfloat16: .*mm of tensors with dtypes torch"),
+        (
+            _Mixes,
+            "recipe.precision: forward mixes dtypes with weights in torch.bfloat16: .*mm of tensors with dtypes torch",
+        ),
         (lambda: _Mixes(torch.float64), "model m: weight has torch.float64, but recipe.precision requires float32"),
     ],
 )
