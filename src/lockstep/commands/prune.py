@@ -26,6 +26,7 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
     resume and evaluate the run, and predict with it. For each run, the sizes of the removed and the kept checkpoints
     are shown. A run that is training, or whose newest checkpoint is damaged, keeps all checkpoints.
     """
+    from lockstep.reporting.wording import format_count
     from lockstep.runs.runs import find_run_folders
     from lockstep.training.checkpoint import store
     from lockstep.training.lock import lock
@@ -53,8 +54,8 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
             total_kept += (kept_bytes := sum(map(store.compute_size, kept_paths)))
             names = ", ".join(path.name for path in paths)
             done = f"{verb} {format_bytes(freed_bytes)}: {names}" if paths else "nothing to remove"
-            kept_count = f"{len(kept_paths)} checkpoint{'' if len(kept_paths) == 1 else 's'}"
-            click.echo(f"{printable_line(str(run))}: {done}; keeps {kept_count}, {format_bytes(kept_bytes)}")
+            kept = f"{format_count(len(kept_paths), 'checkpoint')}, {format_bytes(kept_bytes)}"
+            click.echo(f"{printable_line(str(run))}: {done}; keeps {kept}")
             for path in () if dry_run else paths:
                 store.remove(path)
     if len(surplus) > 1:
