@@ -15,6 +15,10 @@ from durations import TABLE, UNKNOWN_S, Durations, seconds_of_files
 from hypothesis import settings
 from selection import Selection
 
+from lockstep.comm.world import get_process_group_rank
+from lockstep.launchers import detect, ray
+from lockstep.runs.worker_context import WORKER_CONTEXT
+
 QUICK = "not slow"
 LEFT_OUT = "these were the quick tests; scripts/test adds the slow ones that your change reaches, --all every one"
 PROCESSES = 3  # of pytest-xdist, for the quick tests: on two cores, since ranks often wait for each other
@@ -130,3 +134,16 @@ def _generator_left_as_found() -> Iterator[None]:
     state = torch.get_rng_state()
     yield
     torch.set_rng_state(state)
+
+
+@pytest.fixture(autouse=True)
+def _no_rank_left_behind() -> Iterator[None]:
+    """Fail the test that leaves this process as a rank: a later test would join that rank's run."""
+    yield
+    left = {
+        "the context of a worker": WORKER_CONTEXT.get(),
+        "the variables of a launcher": detect(os.environ),
+        "a context of Ray Train": ray.get_train_context(),
+        "a process group": get_process_group_rank(),
+    }
+    assert not any(left.values()), f"this test left {', '.join(name for name, value in left.items() if value)}"

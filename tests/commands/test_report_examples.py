@@ -138,7 +138,7 @@ def test_the_loss_by_position_adds_up_to_the_runs_own(run, tmp_path):
     mean = sum(loss * (5 - (place == 12)) for place, loss in zip(trace["x"], trace["y"], strict=True)) / 59
     assert mean == pytest.approx(events(tmp_path / "run", "evaluated")[-1]["loss"], rel=1e-6)
     assert "There are no samples: " in page.texts["samples of text"]
-    assert "with --tokenizer. --tokenizer is an option of `lockstep predict`." in page.texts["samples of text"]
+    assert "that produced its tokens. --tokenizer is an option of `lockstep predict`." in page.texts["samples of text"]
 
 
 def test_samples_of_text_are_what_predict_generates(run, tmp_path):
