@@ -99,7 +99,8 @@ def test_another_dataset_on_a_rank_is_refused(loop: Any, differ: str) -> None:
         assert re.match(f"run.steps: {differ}", text), text
         assert "test_loop_plan.py" in text
         assert text.endswith(
-            "; pass the same arguments and the whole dataset on every rank, because run.steps distributes it"
+            "; pass the same arguments and the whole dataset on every rank, because run.steps distributes it, "
+            "and do not order the dataset by iterating over a set of strings"
         )
 
 

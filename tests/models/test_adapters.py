@@ -56,8 +56,11 @@ def test_names_are_those_of_pefts_files() -> None:
 
 
 def test_modules_that_are_not_there_are_told() -> None:
-    with pytest.raises(UsageError, match=r"recipe.model.lora: Target modules \{'nowhere'\} not found"):
-        add_adapters(digits_convnet(), Lora(["nowhere"]))
+    unknown = r"recipe.model.lora.target_modules: 'convolution.3' is not the end of any module name; valid: 0, "
+    with pytest.raises(UsageError, match=unknown):  # peft adapts the other one, and says nothing
+        add_adapters(digits_convnet(), Lora(["9", "convolution.3"]))
+    with pytest.raises(UsageError, match=r"recipe.model.lora: Target module .* is not supported"):
+        add_adapters(digits_convnet(), Lora(["8"]))
     with pytest.raises(UsageError, match=r"recipe.model.lora.train: 'haed\*' matches no parameter"):
         add_adapters(digits_convnet(), Lora(["9"], train=["haed*"]))
 

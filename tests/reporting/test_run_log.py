@@ -54,6 +54,13 @@ def test_the_best_of_runs_by_what_they_are_judged(
     assert {run.metric and run.metric.name for run in runs} == {"top1"}  # the task's first where the loss decides
 
 
+def test_runs_on_datasets_of_different_sizes_have_no_best() -> None:
+    ends = [replace(evaluated(), figures={"top1": each, "top5": 1.0}) for each in (0.5, 0.75)]
+    starts = [started(), replace(started(), validation_samples=359)]
+    runs = [build_history(logged((0.0, start), (1.0, end))) for start, end in zip(starts, ends, strict=True)]
+    assert describe_best_run(runs) == ["", ""]
+
+
 def test_the_names_are_those_of_the_other_sinks() -> None:
     step = replace(stepped(), figures={"top1": 0.5, "mae": 2.0}, loss_scale=8.0, flops_per_s=1e9, mfu=0.5)
     for event in (step, evaluated(), replace(evaluated(), weights="ema")):

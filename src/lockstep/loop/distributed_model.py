@@ -51,7 +51,7 @@ from lockstep.training.checkpoint.tensorfile import digest_tensors
 
 _SEED_ADVICE: Final = (
     "build the model after lockstep.join, which seeds PyTorch, NumPy and Python, and do not use values that differ "
-    "between ranks"
+    "between ranks, such as the order of a set of strings"
 )
 
 

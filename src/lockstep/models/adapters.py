@@ -11,12 +11,14 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from lockstep.common.importing import import_extra
+from lockstep.common.names import format_choices
 from lockstep.common.patterns import select_names
 from lockstep.errors import UsageError
 from lockstep.models.freezing import keep_in_eval_mode
 
 _KEY: Final = "recipe.model.lora"
 _ADAPTER_NAME: Final = "default"  # adapter name in peft, which supports several adapters per layer
+_ALL_LINEAR: Final = "all-linear"
 _ADAPTER_MARKS: Final = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")
 
 
@@ -42,9 +44,10 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     """Add adapters to a model, and freeze all other parameters except for those that match a pattern in `lora.train`.
 
     The adapters are initialized with torch's global RNG, and initially don't change the outputs of the model. BatchNorm
-    layers without trained parameters stay in evaluation mode. Raises UsageError if peft isn't installed, or if no
-    module matches.
+    layers without trained parameters stay in evaluation mode. Raises UsageError if peft isn't installed, or if one of
+    `lora.modules` is the end of no module name.
     """
+    _check_module_names(model, lora.modules)
     try:
         _import_peft().inject_adapter_in_model(make_peft_config(lora), model, _ADAPTER_NAME)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -77,10 +80,24 @@ def has_adapters(names: Iterable[str]) -> bool:
     return any(mark in name for name in names for mark in _ADAPTER_MARKS)
 
 
+def _check_module_names(model: nn.Module, suffixes: Sequence[str]) -> None:
+    """Raise UsageError if a suffix matches no module. peft ignores such a suffix if another one matches."""
+    if list(suffixes) == [_ALL_LINEAR]:
+        return
+    paths = [name for name, _ in model.named_modules() if name]
+    for suffix in suffixes:
+        if not any(f".{path}".endswith(f".{suffix}") for path in paths):
+            matrices = [name.rpartition(".")[0] for name, tensor in model.named_parameters() if tensor.ndim > 1]
+            last_parts = dict.fromkeys(path.rpartition(".")[2] for path in matrices if path)
+            raise UsageError(
+                f"{_KEY}.target_modules: {suffix!r} is not the end of any module name{format_choices(suffix, last_parts)}"
+            )
+
+
 def make_peft_config(lora: Lora, modules_to_save: Sequence[str] = ()) -> Any:
     """Convert adapter settings to a `peft.LoraConfig`."""
     # In peft, a list contains name suffixes, and a string is a regular expression or the keyword all-linear.
-    modules = "all-linear" if list(lora.modules) == ["all-linear"] else list(lora.modules)
+    modules = _ALL_LINEAR if list(lora.modules) == [_ALL_LINEAR] else list(lora.modules)
     return _import_peft().LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,

@@ -171,13 +171,18 @@ def build_history(events: Iterable[Mapping[str, Any]]) -> History:
 def describe_best_run(histories: Sequence[History]) -> list[str]:
     """Return a string for each run: `by METRIC` for the best run, and an empty string for the rest.
 
-    If all runs are equally good, or don't monitor the same metric, all strings are empty.
+    If all runs are equally good, or don't monitor the same metric, all strings are empty. They are empty too if the
+    validation splits have different sizes, because these runs were trained on different datasets.
     """
     judged = [each.get_evaluation_metric(each.monitor) for each in histories]
     values = {value for value in judged if value is not None and not math.isnan(value)}
     # Older logs don't contain `higher`.
-    directions = {(each.monitor, str(each.started.get("higher"))) for each in histories if each.evaluated}
-    if len(values) < 2 or len(directions) > 1 or (higher := directions.pop()[1]) not in ("True", "False"):
+    criteria = {
+        (each.monitor, str(each.started.get("higher")), each.started.get("validation_samples"))
+        for each in histories
+        if each.evaluated
+    }
+    if len(values) < 2 or len(criteria) > 1 or (higher := criteria.pop()[1]) not in ("True", "False"):
         return [""] * len(histories)
     best_value = max(values) if higher == "True" else min(values)
     return [f"by {each.monitor}" if value == best_value else "" for each, value in zip(histories, judged, strict=True)]

@@ -346,5 +346,5 @@ def _make_checkpoint_table(runs: Sequence[RunView]) -> Table:
         for run in runs
         for save in run.history.saves[-_MAX_ROWS:]
     ]
-    columns = ["run", "after step", "at", "took", "weights", "best so far", "files"]
+    columns = ["run", "after step", "at", "took", "weights", "best when saved", "files"]
     return Table("Checkpoints", columns, rows, grouped=True, folded=True)

@@ -46,8 +46,8 @@ from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReporter
 
 _SEED_ADVICE: Final = (
-    "build the model only from values that are the same on all ranks; the random number generators of torch, NumPy "
-    "and Python are seeded before the model is built"
+    "build the model only from values that are the same on all ranks, which the order of a set of strings is not; the "
+    "random number generators of torch, NumPy and Python are seeded before the model is built"
 )
 _MAX_FILES_PER_EVENT: Final = 100  # maximum number of unreadable files in an event
 
