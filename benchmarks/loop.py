@@ -182,9 +182,10 @@ def _lockstep(steps: int, world: World) -> Turn:
 
 def _own_loop(steps: int, _: World) -> Turn:
     """Be a loop of the user's own, which joins a run that keeps nothing, and prints a line each 10 steps."""
-    WORKER_CONTEXT.set(WorkerContext(make_single_process_rendezvous()))
+    token = WORKER_CONTEXT.set(WorkerContext(make_single_process_rendezvous()))
     with redirect_stdout(Path(os.devnull).open("w", encoding="utf-8")):
         run = lockstep.join(seed=0)
+    WORKER_CONTEXT.reset(token)  # own_loop_parts runs in the caller's process, which may be a test's
     model, _optimizer = run.place(*_learner())
     dataset, done = TensorDataset(*_data()), 0
 
