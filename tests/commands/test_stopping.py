@@ -58,7 +58,7 @@ def test_the_step_is_finished_and_saved(start, run, finished, temporary, process
     assert stopped["reason"] == number.name
     assert 7 <= stopped["step"] <= 9  # ranks agree one step later
     assert saved["step"] == stopped["step"]
-    assert f"after step {saved['step']}; the same command with run.dir=run resumes" in command.out
+    assert f"after step {saved['step']}; to resume, run the same command with run.dir=run" in command.out
     assert command.err == ""
     assert command.left() == []
     assert_goes_on(run, finished, 3 - processes)
@@ -241,7 +241,9 @@ def test_a_closed_terminal_stops_a_run_and_it_is_saved(start, run, finished, pro
     (stopped,) = events(command.folder / "run", "stopped")
     assert stopped["reason"] == "SIGHUP"
     log = (command.folder / "run" / "logs" / "rank-0.log").read_text(encoding="utf-8")
-    assert log.endswith(f"stopped by SIGHUP after step {stopped['step']}; the same command with run.dir=run resumes\n")
+    assert log.endswith(
+        f"stopped by SIGHUP after step {stopped['step']}; to resume, run the same command with run.dir=run\n"
+    )
     assert_goes_on(run, finished, 3 - processes)
 
 

@@ -90,10 +90,10 @@ def test_a_speed_is_in_samples_unless_the_weight_has_a_name(unit: str, speed: st
 def test_lines() -> None:
     of_average = dataclasses.replace(evaluated(), weights="ema", figures={}, loss=255344221184.0)
     assert wording.format_evaluation_line(of_average) == "evaluated 360 of 360  loss 2.553e+11  ema weights"
-    expected = "stopped by SIGTERM after step 690; the same command with run.dir=runs/a resumes"
+    expected = "stopped by SIGTERM after step 690; to resume, run the same command with run.dir=runs/a"
     assert wording.format_stop_line(stopped(), "runs/a") == expected
     assert wording.format_stop_line(stopped(), "runs/a", is_recipe=False).endswith(
-        "; the same script resumes in runs/a"
+        "; to resume in runs/a, run the same script"
     )
     assert wording.format_stop_line(stopped(), None) == "stopped by SIGTERM after step 690; nothing is saved"
 

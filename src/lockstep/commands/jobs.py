@@ -24,8 +24,8 @@ def command(folders: tuple[str, ...], as_json: bool) -> None:
     table shows the keys that differ. The reasons for failures are below the table.
 
     Columns: figure is the monitored metric of the last evaluation, and loss is the loss of that evaluation, or of the
-    last training step (train) before the first evaluation. best marks the run with the best last evaluation, if all runs
-    use the same metric and have validation splits of the same size. step and epoch are the progress, left is the
+    last training step (train) before the first evaluation. best marks the run with the best last evaluation, if all
+    runs use the same metric and have validation splits of the same size. step and epoch are the progress, left is the
     remaining time, and last is the age of the last event. samples/s includes the time of evaluations and saves.
     """
     from lockstep.jobs.reader import read_runs

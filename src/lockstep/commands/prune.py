@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from lockstep.common.location import reject_url
-from lockstep.common.text import format_bytes, printable_line
+from lockstep.common.text import format_bytes, format_count, printable_line
 from lockstep.errors import DataError, LockstepError, UsageError
 
 
@@ -26,7 +26,6 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
     resume and evaluate the run, and predict with it. For each run, the sizes of the removed and the kept checkpoints
     are shown. A run that is training, or whose newest checkpoint is damaged, keeps all checkpoints.
     """
-    from lockstep.reporting.wording import format_count
     from lockstep.runs.runs import find_run_folders
     from lockstep.training.checkpoint import store
     from lockstep.training.lock import lock

@@ -33,6 +33,13 @@ def format_bytes(number: float) -> str:
     return f"{number:.0f} B"
 
 
+def format_count(number: int, noun: str) -> str:
+    """Return a count with its noun, such as `1 step` or `3 steps`."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
+
+
 def format_step_time(seconds: float) -> str:
     """Return a step time as text, such as `25 ms`."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

@@ -2,6 +2,7 @@
 
 from typing import Final, Literal
 
+from lockstep.common.text import format_count
 from lockstep.errors import UsageError
 
 Backend = Literal["auto", "nccl", "gloo"]
@@ -54,10 +55,10 @@ def choose_device_index(
         return local_rank % num_visible
     if num_visible == 1 and is_hidden:
         return 0
-    devices = "1 CUDA device" if num_visible == 1 else f"{num_visible} CUDA devices"
     raise UsageError(
-        f"placement.processes: {local_size} processes on this host but only {devices}; use at most {num_visible}, or "
-        f"placement.device=cpu, or {SHARING}, or let the launcher show each process only its own device "
+        f"placement.processes: {local_size} processes on this host but only "
+        f"{format_count(num_visible, 'CUDA device')}; use at most {num_visible}, or placement.device=cpu, or "
+        f"{SHARING}, or let the launcher show each process only its own device "
         f"(CUDA_VISIBLE_DEVICES, as with srun --gpus-per-task=1)"
     )
 

@@ -5,6 +5,7 @@ This module has no heavy imports, because recipes are checked before torch is im
 
 from typing import Final
 
+from lockstep.common.text import format_count
 from lockstep.errors import UsageError
 
 # The default micro-batch size. A batch of 32 is a single micro-batch, and trains as in a plain PyTorch loop. A batch of
@@ -45,9 +46,8 @@ def describe_too_few(num_processes: int, num_microbatches: int, microbatch: int 
 
     If the recipe sets `microbatch`, the message suggests a larger batch instead of more micro-batches.
     """
-    noun, limit_noun = ("micro-batch", "process") if num_microbatches == 1 else ("micro-batches", "processes")
-    limit = f"{num_microbatches} {limit_noun}"
-    text = f"{num_processes} processes but only {num_microbatches} {noun}; use at most {limit}, or set"
+    count, limit = format_count(num_microbatches, "micro-batch"), format_count(num_microbatches, "process")
+    text = f"{num_processes} processes but only {count}; use at most {limit}, or set"
     if microbatch is not None:
         return f"{text} recipe.batch={num_processes * microbatch}, which changes the results: it is a different recipe"
     return (

@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lockstep.common.text import format_count
 from lockstep.core.batch import get_tensors
 from lockstep.inference.confusions import make_confusion_sections
 from lockstep.inference.validation_pass import EvaluatedBatch, Validation
 from lockstep.reporting.page import Paragraphs, Section, Table, Tile, Tiles
-from lockstep.reporting.wording import format_count
 from lockstep.tasks.batches import get_predictions, get_targets
 from lockstep.tasks.classification import Classification, get_target_classes
 

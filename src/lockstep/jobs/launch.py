@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.common.follow_parent import ADDRESS_ADVICE, SRUN_PORT, check_host_resolves, open_listening_socket
 from lockstep.common.rank import SECRET
-from lockstep.common.text import printable
+from lockstep.common.text import format_count, printable
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, PERSISTENT_EXITS, LockstepError, UsageError
 from lockstep.launchers import ORDER
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job, check_job
 from lockstep.ranks.secret import generate_secret, read_job_secret
-from lockstep.reporting.wording import format_count
 
 if TYPE_CHECKING:
     from lockstep.config.load import LoadedConfig

@@ -69,8 +69,8 @@ class LoopRecord:
             differences, _, _ = str(error).rpartition("; ")
             raise make_refusal(
                 differences,
-                "pass the same arguments and the whole dataset on every rank, because run.steps distributes it, and do not "
-                "order the dataset by iterating over a set of strings",
+                "pass the same arguments and the whole dataset on every rank, because run.steps distributes it, and do "
+                "not order the dataset by iterating over a set of strings",
             ) from None
         self.loop, self._dataset = loop_settings, (dataset, ends_digest)
 

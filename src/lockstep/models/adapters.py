@@ -89,9 +89,8 @@ def _check_module_names(model: nn.Module, suffixes: Sequence[str]) -> None:
         if not any(f".{path}".endswith(f".{suffix}") for path in paths):
             matrices = [name.rpartition(".")[0] for name, tensor in model.named_parameters() if tensor.ndim > 1]
             last_parts = dict.fromkeys(path.rpartition(".")[2] for path in matrices if path)
-            raise UsageError(
-                f"{_KEY}.target_modules: {suffix!r} is not the end of any module name{format_choices(suffix, last_parts)}"
-            )
+            choices = format_choices(suffix, last_parts)
+            raise UsageError(f"{_KEY}.target_modules: {suffix!r} is not the end of any module name{choices}")
 
 
 def make_peft_config(lora: Lora, modules_to_save: Sequence[str] = ()) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from lockstep.common.text import printable_line
+from lockstep.common.text import format_count, printable_line
 from lockstep.reporting import wording
 from lockstep.reporting.run_log import get_count, get_text, iterate_metrics
 
@@ -57,7 +57,7 @@ def _describe_event(event: Mapping[str, Any], fraction_metrics: frozenset[str]) 
         case "skipped":
             files = event.get("files")
             names = [printable_line(each) for each in files if isinstance(each, str)] if isinstance(files, list) else []
-            return "warning", f"skipped {wording.format_count(len(names), 'unreadable file')}: {', '.join(names[:3])}"
+            return "warning", f"skipped {format_count(len(names), 'unreadable file')}: {', '.join(names[:3])}"
         case "evaluated":
             named = iterate_metrics(event)
             words = ", ".join(

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+from lockstep.common.text import format_count
 from lockstep.reporting import wording
 from lockstep.reporting.charts import Chart, make_curve_chart
 from lockstep.reporting.page import Paragraphs, ProgressBar, Section, Table, ValueGrid
@@ -192,7 +193,7 @@ def _format_single_value(metric_name: str, history: History) -> str:
 def _make_summary_sections(runs: Sequence[RunView], *, with_progress: bool = False) -> list[Section]:
     ended = describe_endings(runs)
     words = ended + [
-        f"{run.name} skipped {wording.format_count(run.history.skipped, 'unreadable file')}; see skipped.txt"
+        f"{run.name} skipped {format_count(run.history.skipped, 'unreadable file')}; see skipped.txt"
         for run in runs
         if run.history.skipped
     ]

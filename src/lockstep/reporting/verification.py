@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.reporting.wording import format_count
+from lockstep.common.text import format_count
 
 Verdict = Literal["identical", "within tolerance", "differs", "failed", "not possible"]
 

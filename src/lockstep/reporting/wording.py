@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final, final
 
 from lockstep.common.hashing import RANDOM_SEED, SEED_VARIABLE
-from lockstep.common.text import format_bytes, format_step_time, printable_line
+from lockstep.common.text import format_bytes, format_count, format_step_time, printable_line
 from lockstep.core import epochs
 from lockstep.core.devices import GLOO_NOTE
 from lockstep.core.order import get_subrange
@@ -195,7 +195,11 @@ def format_stop_line(event: Stopped, run_dir: str | None, is_recipe: bool = True
 
     Set `is_recipe` to False for a custom training loop, which is resumed by running the same script again.
     """
-    again = f"the same command with run.dir={run_dir} resumes" if is_recipe else f"the same script resumes in {run_dir}"
+    again = (
+        f"to resume, run the same command with run.dir={run_dir}"
+        if is_recipe
+        else f"to resume in {run_dir}, run the same script"
+    )
     return (
         f"stopped by {event.reason} after step {event.step:,}; {printable_line(again) if run_dir else _NOTHING_SAVED}"
     )
@@ -270,13 +274,6 @@ def format_duration(seconds: float) -> str:
 def format_fraction(number: int | None, total: int | None) -> str:
     """Return text such as `3/10`, or `3` if the total is unknown. Returns an empty string if `number` is None."""
     return "" if number is None else f"{number:,}" if total is None else f"{number:,}/{total:,}"
-
-
-def format_count(number: int, noun: str) -> str:
-    """Return a count with its noun, such as `1 step` or `3 steps`."""
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def _describe_flops(event: Started) -> str:

@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
+from lockstep.common.text import format_count
 from lockstep.config.base import section_to_dict
 from lockstep.config.recipe import Recipe
 from lockstep.core.batch import Batch, map_tensors
@@ -94,18 +95,14 @@ def find_smallest_microbatch(recipe: Recipe, steps: Steps) -> SmallestMicrobatch
     samples = min(sizes)
     step, is_last = first_and_last[sizes.index(samples)], sizes.index(samples) == 1
     count = len(step.microbatches(recipe.microbatches))
-    parts = f" in {count:,} micro-batches, the smallest of {_format_sample_count(samples)}" if count > 1 else ""
+    parts = f" in {count:,} micro-batches, the smallest of {format_count(samples, 'sample')}" if count > 1 else ""
     return SmallestMicrobatch(
         samples,
-        f"{'the last step of an epoch' if is_last else 'a step'} has {_format_sample_count(step.samples)}{parts}",
+        f"{'the last step of an epoch' if is_last else 'a step'} has {format_count(step.samples, 'sample')}{parts}",
         "set recipe.last_batch=drop, or change recipe.batch or recipe.microbatches"
         if is_last
         else "use a larger recipe.batch or fewer recipe.microbatches",
     )
-
-
-def _format_sample_count(num_samples: int) -> str:
-    return "1 sample" if num_samples == 1 else f"{num_samples:,} samples"
 
 
 def list_batchnorm_warnings(recipe: Recipe, steps: Steps) -> Iterator[str]:
@@ -122,8 +119,8 @@ def list_batchnorm_warnings(recipe: Recipe, steps: Steps) -> Iterator[str]:
         if smallest < _MIN_NORM_SAMPLES:
             yield (
                 f"recipe.microbatches: BatchNorm normalizes each micro-batch separately, but {step_name} has "
-                f"{_format_sample_count(step.samples)} in {recipe.microbatches} micro-batches, the smallest of "
-                f"{_format_sample_count(smallest)}; use fewer micro-batches or a larger "
+                f"{format_count(step.samples, 'sample')} in {recipe.microbatches} micro-batches, the smallest of "
+                f"{format_count(smallest, 'sample')}; use fewer micro-batches or a larger "
                 f"batch{_format_last_batch_advice(step)}"
             )
             return

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.common.platforms import count_usable_cores
+from lockstep.common.text import format_count
 from lockstep.config.load import LoadedConfig
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
@@ -104,9 +105,8 @@ def count_local_processes(config: Config) -> int:
         cores = count_usable_cores() // config.recipe.threads
         return max(1, min(gpus or cores, config.recipe.microbatches))
     if gpus and placement.processes > gpus and placement.backend != "gloo":
-        devices = "1 CUDA device" if gpus == 1 else f"{gpus} CUDA devices"
         raise UsageError(
-            f"placement.processes: {placement.processes} processes but only {devices}; "
+            f"placement.processes: {placement.processes} processes but only {format_count(gpus, 'CUDA device')}; "
             f"use at most {gpus}, or placement.device=cpu, or {SHARING}"
         )
     return placement.processes

@@ -7,6 +7,7 @@ parallel/pipeline/schedule.py.
 from dataclasses import dataclass
 from typing import final
 
+from lockstep.common.text import format_count
 from lockstep.core.work import check_divides
 from lockstep.device.meta import build_on_meta
 from lockstep.errors import UsageError
@@ -65,10 +66,10 @@ class Strategy:
         )
         check_divides(f"strategy pipeline: {options}", pipelines, processes)
         if pipelines > microbatches:
-            limit = "1 pipeline" if microbatches == 1 else f"{microbatches} pipelines"
             raise UsageError(
                 f"strategy pipeline: {options} requires at least {pipelines} micro-batches, got {microbatches}; use at "
-                f"most {limit}, or set recipe.microbatches={pipelines}, which changes the weights"
+                f"most {format_count(microbatches, 'pipeline')}, or set recipe.microbatches={pipelines}, which "
+                f"changes the weights"
             )
         check_stages("pipeline", self.schedule, per_rank, processes // pipelines * per_rank, self.cut)
 

@@ -25,6 +25,7 @@ from typing import Any, Final, final
 from lockstep.common import plainfile
 from lockstep.common.hashing import choose_different_hash_seed
 from lockstep.common.patterns import list_some
+from lockstep.common.text import format_count
 from lockstep.config.error_positions import add_key_positions
 from lockstep.config.load import load
 from lockstep.config.placement import Placement
@@ -109,9 +110,8 @@ class Checked:
     @property
     def line(self) -> str:
         """The placement and its verdict as a line of text."""
-        count = f"{self.steps} of {self.of:,}" if self.of else f"{self.steps}"
-        noun = "step" if (self.of or self.steps) == 1 else "steps"
-        steps = f", {count} {noun}" if self.verdict in _AGREEING_VERDICTS else ""
+        count = f"{self.steps} of {format_count(self.of, 'step')}" if self.of else format_count(self.steps, "step")
+        steps = f", {count}" if self.verdict in _AGREEING_VERDICTS else ""
         reason = f"{', ' if steps else ': '}{self.reason}" if self.reason else ""
         resumed = f", {self.resumed}" if self.resumed else ""
         return f"{self.strategy} on {self.processes}{resumed}: {self.verdict}{steps}{reason}"
