@@ -8,13 +8,12 @@ momentum. Ours is what `lockstep train` runs: its loader, engine and loop, with 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
+from io import TextIOBase
 from typing import Any, Final
 
 import torch
@@ -180,10 +179,18 @@ def _lockstep(steps: int, world: World) -> Turn:
     return turn
 
 
+class _Discarded(TextIOBase):
+    """A stream that forgets what is written to it, as long as the run prints."""
+
+    def write(self, text: str, /) -> int:
+        """Return the number of characters, as a stream does."""
+        return len(text)
+
+
 def _own_loop(steps: int, _: World) -> Turn:
     """Be a loop of the user's own, which joins a run that keeps nothing, and prints a line each 10 steps."""
     token = WORKER_CONTEXT.set(WorkerContext(make_single_process_rendezvous()))
-    with redirect_stdout(Path(os.devnull).open("w", encoding="utf-8")):
+    with redirect_stdout(_Discarded()):
         run = lockstep.join(seed=0)
     WORKER_CONTEXT.reset(token)  # own_loop_parts runs in the caller's process, which may be a test's
     model, _optimizer = run.place(*_learner())

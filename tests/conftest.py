@@ -139,11 +139,17 @@ def _generator_left_as_found() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _no_rank_left_behind() -> Iterator[None]:
     """Fail the test that leaves this process as a rank: a later test would join that rank's run."""
+    before = _rank_state()
     yield
-    left = {
+    left = [name for name, value in _rank_state().items() if value and value != before[name]]
+    assert not left, f"this test left {', '.join(left)}"
+
+
+def _rank_state() -> dict[str, Any]:
+    """Return what makes this process a rank, None where it is none."""
+    return {
         "the context of a worker": WORKER_CONTEXT.get(),
         "the variables of a launcher": detect(os.environ),
         "a context of Ray Train": ray.get_train_context(),
         "a process group": get_process_group_rank(),
     }
-    assert not any(left.values()), f"this test left {', '.join(name for name, value in left.items() if value)}"

@@ -79,6 +79,11 @@ def test_the_users_own_gets_options_and_facts() -> None:
         ),
         (recipe("regression", delta="x"), {}, "recipe.task.delta: input should be a valid number"),
         (recipe("regression", loss="a:b"), {}, "recipe.loss: only supported by classification, but the task is"),
+        (
+            recipe(f"{__name__}:Mine", loss="a:b"),
+            CLASSES,
+            "recipe.loss: only supported by classification, but the task",
+        ),
         (recipe(loss="mse"), CLASSES, r"mse is a loss for regression; set recipe\.task={name: regression, loss: mse}"),
         (recipe("classification", weights=[1]), CLASSES, "recipe.task.weights: 1 weights for 2 classes"),
         (recipe("classification", weights=[1, -1]), CLASSES, "must be finite and not negative, got "),

@@ -51,9 +51,9 @@ def find_task(recipe: Mapping[str, Any], model: str, dataset_info: DatasetInfo, 
     name, reason = options.pop("name"), ""
     if name == AUTO:
         name, reason = _infer_task(dataset_info, example)
-    if ":" in name:
-        return TaskChoice(_import_task(name, options, dataset_info), f"task {name}")
-    check_task_name(name)
+    is_custom = ":" in name
+    if not is_custom:
+        check_task_name(name)
     loss = recipe["loss"]
     if (loss_name := loss["name"]) in LOSSES:
         raise UsageError(
@@ -62,6 +62,8 @@ def find_task(recipe: Mapping[str, Any], model: str, dataset_info: DatasetInfo, 
         )
     if name != "classification" and (loss["name"] != _CROSS_ENTROPY or loss["label_smoothing"]):
         raise UsageError(f"recipe.loss: only supported by classification, but the task is {name}{reason}; remove it")
+    if is_custom:
+        return TaskChoice(_import_task(name, options, dataset_info), f"task {name}")
     task: Task
     match name:
         case "classification":

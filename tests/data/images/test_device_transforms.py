@@ -11,6 +11,7 @@ from torchvision.transforms import functional as reference
 
 from lockstep.core import random
 from lockstep.data.images.device_transforms import (
+    ImageTransforms,
     compute_crop_positions,
     compute_normalization_constants,
     crop_and_flip,
@@ -114,6 +115,18 @@ def test_normalize_is_within_rounding_of_the_formula() -> None:
     assert found.dtype == torch.float32
     # Three numbers of at most 4.5 are each rounded to 24 bits.
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=3 * 4.5 * 2**-24)
+
+
+def test_float_images_are_not_divided_by_255() -> None:
+    images = _images(2)
+    floats = images.float() / 255
+    transforms = ImageTransforms(10, mean=(0.5,) * 3, std=(0.25,) * 3)
+    before = floats.clone()
+    found, _ = transforms.transform_evaluation_batch((floats, torch.zeros(2)))
+    assert torch.equal(found, (before - 0.5) / 0.25)
+    assert torch.equal(floats, before)  # a batch may be a view of the user's dataset
+    of_bytes, _ = transforms.transform_evaluation_batch((images, torch.zeros(2)))
+    torch.testing.assert_close(found, of_bytes)
 
 
 def test_mixup_blends_neighbors_and_their_classes_by_one_share() -> None:

@@ -98,12 +98,13 @@ class ImageTransforms:
     def _normalize_inputs(self, inputs: Tensor) -> Tensor:
         if self.mean is None or self.std is None:
             return inputs
-        if inputs.device not in self._constants:
-            self._constants[inputs.device] = compute_normalization_constants(self.mean, self.std, inputs.device)
-        return normalize(inputs, *self._constants[inputs.device])
+        key = inputs.device, 1.0 if inputs.is_floating_point() else 255.0
+        if key not in self._constants:
+            self._constants[key] = compute_normalization_constants(self.mean, self.std, *key)
+        return normalize(inputs, *self._constants[key])
 
     @cached_property
-    def _constants(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+    def _constants(self) -> dict[tuple[torch.device, float], tuple[Tensor, Tensor]]:
         return {}
 
 
@@ -183,22 +184,25 @@ def _flip_each(images: Tensor, positions: Tensor) -> Tensor:
 
 
 def compute_normalization_constants(
-    mean: Sequence[float], std: Sequence[float], device: torch.device
+    mean: Sequence[float], std: Sequence[float], device: torch.device, white: float = 255.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the scale and the shift for `normalize`, as float32 tensors of shape [channels, 1, 1]."""
-    scale = torch.tensor([1.0 / (255.0 * s) for s in std], device=device)[:, None, None]
+    """Return the scale and the shift for `normalize`, as float32 tensors of shape [channels, 1, 1].
+
+    `white` is the maximum value of a pixel: 255 for uint8 images, and 1 for float images.
+    """
+    scale = torch.tensor([1.0 / (white * s) for s in std], device=device)[:, None, None]
     shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device)[:, None, None]
     return scale, shift
 
 
 def normalize(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Return (images / 255 - mean) / std per channel, in float32.
+    """Return (images / white - mean) / std per channel, in float32. Doesn't modify `images`.
 
     `scale` and `shift` are the results of `compute_normalization_constants`.
     """
     # Use two operations that round separately. A fused multiply-add would return different bits.
     if images.device.type != "cpu" or images.numel() < _MIN_CHUNKED_SIZE:
-        return images.to(torch.float32).mul_(scale).add_(shift)
+        return images.to(torch.float32, copy=True).mul_(scale).add_(shift)
     # On a CPU, normalize the batch in chunks that fit in the cache.
     normalized = torch.empty_like(images, dtype=torch.float32)
     count = max(_CHUNK_SIZE // images[0].numel(), 1)
