@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep.errors import UsageError
 from lockstep.loop.model import explain_error
+from lockstep.loop.seeding import seed_order
 from lockstep.ranks.signals import get_stop_signals
 from lockstep.runs.runs import is_locked
 
@@ -89,6 +90,47 @@ def test_what_a_script_keeps_comes_back_and_a_loop_that_it_leaves_is_done(tmp_pa
         [*_, last] = (tmp_path / "run" / "events.jsonl").read_text(encoding="utf-8").splitlines()
         assert (json.loads(last)["event"], json.loads(last)["step"]) == ("done", 9)
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000009")  # as if it had not come to its end
+
+
+def test_what_a_script_keeps_is_not_read_before_it_can_come_back(tmp_path):
+    refused = pytest.raises(UsageError, match=r"run.state is used before run.place, .*; move this line below run.place")
+    with refused, joined(dir=tmp_path / "run") as run:
+        run.state.setdefault("rate", 0.5)
+    with joined() as run:  # which nothing resumes
+        run.state.setdefault("rate", 0.5)
+        loops.placed(run)
+        assert run.state == {"rate": 0.5}
+
+
+def in_a_drawn_order(run: Any, until: int) -> None:
+    model, _ = loops.placed(run)
+    for step in loops.computed(run, model, epochs=3, order=lambda epoch: torch.randperm(40)):
+        step.update()
+        random.random(), torch.rand(step.number)
+        if step.number == until:
+            run.save()
+            break
+
+
+def test_an_order_may_draw_from_the_generators_that_a_loop_uses(tmp_path):
+    with joined() as run:
+        in_a_drawn_order(run, until=0)
+        whole = run.fingerprint()
+    with joined(dir=tmp_path / "run") as run:
+        in_a_drawn_order(run, until=4)  # within the second epoch, whose order is drawn again
+    with joined(dir=tmp_path / "run") as run:
+        in_a_drawn_order(run, until=0)
+        assert (run.step, run.fingerprint()) == (9, whole)
+
+
+def test_each_epoch_has_an_order_of_its_own_and_the_draws_of_the_loop_stay_as_they_were():
+    before = random.getstate(), np.random.get_state()[2], torch.get_rng_state()
+    order = seed_order(lambda epoch: [random.random(), np.random.rand(), *torch.rand(2).tolist()], 3)
+    assert callable(order)
+    assert order(0) == order(0) != order(1)
+    assert (random.getstate(), np.random.get_state()[2]) == before[:2]
+    assert torch.equal(torch.get_rng_state(), before[2])
+    assert seed_order("shuffled", 3) == "shuffled"
 
 
 def counting_late(run: Any, changes: Callable[[dict[str, Any]], object]) -> None:

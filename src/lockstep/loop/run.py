@@ -38,6 +38,7 @@ from lockstep.loop.model_check import check_model_and_optimizer, disable_optimiz
 from lockstep.loop.plan import make_plan
 from lockstep.loop.record import LoopRecord
 from lockstep.loop.scheduler import UserScheduler
+from lockstep.loop.seeding import seed_order
 from lockstep.loop.sequence import StepSequence
 from lockstep.loop.settings import validate_settings
 from lockstep.loop.state import ScriptState
@@ -125,8 +126,13 @@ class Run:
         """A dict for your own values that checkpoints must save. `place` restores them if it resumes from a checkpoint.
 
         Values can be numbers, strings, tensors, lists and dicts, and must be the same on all ranks. Tensors must be
-        detached and must be on `device`.
+        detached and must be on `device`. Raises UsageError before `place` if the run has a folder.
         """
+        if self.dir is not None and self._placed is None:
+            raise make_refusal(
+                "run.state is used before run.place, but only run.place restores its values from a checkpoint",
+                "move this line below run.place",
+            )
         return self._state.values
 
     def place(
@@ -213,7 +219,8 @@ class Run:
         samples. `collate` makes a batch from a list of items. With `drop_last`, an epoch skips its last step if that
         step would be smaller than the other steps. `order` is `shuffled`, `sequential`, or a function of the epoch
         (from 0) that returns sample indices. The function must return the same indices on every rank, and the same
-        number of indices for each epoch. `lockstep.orders` provides such functions.
+        number of indices for each epoch. Before each call, the generators of Python, NumPy and PyTorch are seeded for
+        the epoch. `lockstep.orders` provides such functions.
 
         If the run has a folder, a checkpoint is saved after the last step. A signal also saves a checkpoint, and then
         ends the script with exit code 75 (130 for Ctrl-C). Raises UsageError if the length of the dataset, the batch
@@ -224,7 +231,8 @@ class Run:
         with add_calling_line():
             dataset = self._streams.open(dataset)
             items = MapStyleSplit(dataset, collate)
-            sample_order = SampleOrder(order, self._member.settings.seed, len(items), "run.steps")
+            seed = self._member.settings.seed
+            sample_order = SampleOrder(seed_order(order, seed), seed, len(items), "run.steps")
             if microbatches is None and microbatch is None:
                 microbatches = self._record.get_legacy_default_microbatches(batch)
             plan = make_plan(items, batch, microbatches, microbatch, epochs, steps, weight, drop_last, sample_order)

@@ -1,16 +1,33 @@
 """Seeds all random number generators of a custom loop before each point where user code may draw random numbers."""
 
-from typing import Final, final
+from typing import Any, Final, final
 
 from lockstep.comm.world import World
 from lockstep.core import random
-from lockstep.data.items import seed_python_and_numpy
+from lockstep.core.sample_order import IndexFunction
+from lockstep.data.items import preserve_rng_states, seed_python_and_numpy, seed_rngs
 
 # The component of a key that identifies the point at which the generators are seeded.
 _STEP_START: Final = 0
 _AFTER_MICROBATCHES: Final = 1
 _MICROBATCH: Final = 2
 _AFTER_LOOP: Final = 3
+
+
+def seed_order(order: str | IndexFunction, seed: int) -> str | IndexFunction:
+    """Return `order`. If it is a function, seed all generators for the epoch before each call, and restore them after.
+
+    This way, a function that draws from these generators returns the same indices on every rank and after a resume.
+    """
+    if isinstance(order, str) or not callable(order):
+        return order
+
+    def draw_order(epoch: int) -> Any:
+        with preserve_rng_states():
+            seed_rngs(random.make_key(random.ORDER, seed, epoch))
+            return order(epoch)
+
+    return draw_order
 
 
 @final

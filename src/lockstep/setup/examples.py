@@ -28,8 +28,7 @@ def get_device_transforms(recipe: Recipe, data: DataSet) -> DeviceTransforms:
 def load_example_batches(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
     """Return a training batch and an evaluation batch with a few samples each.
 
-    Raises UsageError if the recipe mixes samples whose targets can't be mixed, or moves images whose targets have
-    positions too.
+    Raises UsageError if the recipe mixes samples whose targets can't be mixed.
     """
     transforms = get_device_transforms(recipe, data)
     request, fetched = _fetch_few_samples(data.train)
@@ -37,12 +36,6 @@ def load_example_batches(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
         raise UsageError(
             f"dataset {recipe.data.name}: its targets are already mixed, so recipe.mix cannot mix them again; unset "
             f"recipe.mix.mixup and recipe.mix.cutmix"
-        )
-    if (recipe.data.augment.crop_padding or recipe.data.augment.flip) and fetched[1].ndim > 2:
-        raise UsageError(
-            f"recipe.data.augment: crop_padding and flip would move the images of dataset {recipe.data.name}, but not "
-            f"their targets, which have shape {tuple(fetched[1].shape[1:])}, such as masks; remove crop_padding and "
-            f"flip, and augment both together in your dataset"
         )
     _, validation = _fetch_few_samples(data.train if data.validation is None else data.validation)
     return transforms.transform_training_batch(

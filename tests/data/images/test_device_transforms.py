@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from lockstep.data.images.device_transforms import (
     mix_samples,
     normalize,
 )
+from lockstep.errors import UsageError
 from lockstep.tasks.classification import SKIPPED
 
 CPU = torch.device("cpu")
@@ -127,6 +129,15 @@ def test_float_images_are_not_divided_by_255() -> None:
     assert torch.equal(floats, before)  # a batch may be a view of the user's dataset
     of_bytes, _ = transforms.transform_evaluation_batch((images, torch.zeros(2)))
     torch.testing.assert_close(found, of_bytes)
+
+
+@pytest.mark.parametrize("settings", [{"flip": True}, {"crop_padding": 1}])
+@pytest.mark.parametrize("shape", [(6, 5), (3, 4)])  # masks; a number of boxes
+def test_images_are_not_moved_away_from_targets_that_have_positions(settings: Any, shape: tuple[int, ...]) -> None:
+    batch = _images(4), torch.zeros(4, *shape, dtype=torch.int64)
+    ImageTransforms(10).transform_training_batch(batch, 0, 0)
+    with pytest.raises(UsageError, match=r"^recipe.data.augment: crop_padding and flip would move .*; remove crop_pad"):
+        ImageTransforms(10, **settings).transform_training_batch(batch, 0, 0)
 
 
 def test_mixup_blends_neighbors_and_their_classes_by_one_share() -> None:

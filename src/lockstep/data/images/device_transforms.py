@@ -78,8 +78,18 @@ class ImageTransforms:
         return *batch, compute_crop_positions(draws, batch[0].shape, self.crop_padding, self.flip)
 
     def transform_training_batch(self, batch: Batch, step: int, index: int) -> Batch:
-        """See DeviceTransforms. Augments, normalizes and mixes the batch."""
+        """See DeviceTransforms. Augments, normalizes and mixes the batch.
+
+        Raises UsageError if images would be moved, but not their targets. A run finds this before it starts, because it
+        transforms a few samples first.
+        """
         inputs, targets, *positions = batch
+        if (self.crop_padding or self.flip) and targets.ndim > 2:
+            raise UsageError(
+                f"recipe.data.augment: crop_padding and flip would move the images, but not their targets, which have "
+                f"shape {tuple(targets.shape[1:])}, such as masks; remove crop_padding and flip, and augment both "
+                f"together in your dataset"
+            )
         for position in positions:
             inputs = crop_and_flip(inputs, position, self.crop_padding, self.flip)
         inputs = self._normalize_inputs(inputs)
