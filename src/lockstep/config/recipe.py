@@ -317,10 +317,10 @@ class Recipe(Section):
         return self
 
 
-# Prefixes of recipe keys that evaluations ignore.
+# Prefixes of recipe keys that evaluations of a checkpoint ignore.
 TRAINING_KEYS: Final = (
     *("seed", "epochs", "steps", "last_batch", "optimizer", "schedule", "mix", "clip_norm", "loss_scale", "nonfinite"),
-    *("start", "data.augment"),
+    *("start", "data.augment", "model.weights", "model.pretrained", "ema"),
 )
 _CURVE_OPTIONS: Final = {"milestones": "steps", "gamma": "steps", "power": "polynomial"}
 
