@@ -53,6 +53,16 @@ def test_every_placement_gives_one_hash(run, recipe, name):
         assert placed.sha256 == alone.sha256, strategy
 
 
+def test_an_evaluation_needs_no_pretrained_weights(run, recipe, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("llama", **MODELS["llama"], vocab_size=1000)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "saved")
+    trained = run("train", recipe({"name": str(tmp_path / "saved"), "pretrained": True}, TEXT), "run.dir=run")
+    (tmp_path / "saved" / "model.safetensors").unlink()
+    assert run("eval", "run").sha256 == trained.sha256
+
+
 def test_a_head_that_is_tied_by_its_storage_alone_is_found_out(run, recipe):
     file = recipe({"name": "faulty_decoders:ties_by_storage"}, TEXT)
     found = run("verify", file, "placement.strategy=zero3", "placement.processes=2", code=3)

@@ -345,11 +345,36 @@ def test_a_loss_scale_is_static_where_it_is_said_or_weights_are_in_fp16(asked, s
         ("recipe.loss_scale=8", "recipe.loss_scale has no effect: only fp16, fp16-compute, fp16-true use it, not fp32"),
         ("recipe.schedule.milestones=[1]", "recipe.schedule.milestones has no effect: only the schedule steps uses it"),
         ("recipe.schedule={name: steps, gamma: 0.5}", "recipe.schedule has no effect: steps changes the learning rate"),
+        (
+            "recipe.schedule={name: constant, min_lr: 0.1}",
+            "recipe.schedule.min_lr has no effect: the schedule constant",
+        ),
+        (
+            "recipe.schedule={name: steps, milestones: [0.5, 30, 60.5]}",
+            "recipe.schedule.milestones has no effect at 30, 60.5: the run ends after",
+        ),
+        ("recipe.data.augment.resized_crop_scale=[0.5, 1]", "recipe.data.augment.resized_crop_scale has no effect: "),
+        ("recipe.mix.probability=0.5", "recipe.mix.probability has no effect: neither mixup nor cutmix is set"),
     ],
 )
 def test_what_has_no_effect_is_noted(override, note):
     assert [each[: len(note)] for each in load("digits", [override]).notes] == [note]
     assert load("digits").notes == []
+
+
+def test_samples_that_are_alone_in_their_micro_batches_are_not_mixed():
+    alone = ["recipe.mix.mixup=0.2", "recipe.batch=4", "recipe.microbatches=4"]
+    assert [note.partition(":")[0] for note in load("digits", alone).notes] == ["recipe.mix has no effect"]
+    assert load("digits", [*alone, "recipe.microbatches=3"]).notes == []
+
+
+def test_a_setting_that_applies_is_not_noted():
+    used = ["recipe.schedule={name: cosine, min_lr: 0.1}", "recipe.mix={mixup: 0.2, probability: 0.5}"]
+    used += ["recipe.data.augment={resized_crop: true, resized_crop_scale: [0.5, 1]}"]
+    assert load("digits", used).notes == []
+    reached = ["recipe.schedule={name: steps, milestones: [30]}", "recipe.epochs=31"]
+    assert load("digits", reached).notes == []
+    assert [note.split()[0] for note in load("digits", [reached[0], "recipe.steps=3"]).notes] == ["recipe.steps"]
 
 
 def test_a_strategy_is_one_of_the_files(monkeypatch):

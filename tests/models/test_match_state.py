@@ -52,6 +52,20 @@ def test_what_is_named_stays_as_initialised() -> None:
     assert str(found).endswith("as initialized: head.weight, head.bias; not used: head.bias, head.weight, old.head")
 
 
+def test_a_tied_tensor_is_fresh_by_all_of_its_names_or_none() -> None:
+    model = Net()
+    before = model.out.weight.clone()
+    for asked, other in (("out.*", "embedding.weight"), ("embedding.*", "out.weight")):
+        with pytest.raises(
+            UsageError, match=rf"shares its tensor with {other}, which is loaded; add {other} to recipe"
+        ):
+            copy_matching_tensors(model, state(), "file", [asked])
+    assert torch.equal(model.out.weight, before)
+    found = copy_matching_tensors(model, state(), "file", ["out.*", "embedding.*"])
+    assert found.initialized == ("embedding.weight", "out.weight")
+    assert torch.equal(model.out.weight, before)
+
+
 def test_counters_may_be_missing_and_floats_are_converted() -> None:
     model = Net()
     tensors = state(norm__num_batches_tracked=None)

@@ -64,3 +64,9 @@ def test_options() -> None:
         regression("model", "hubr")
     with pytest.raises(UsageError, match="delta: must be greater than 0, got 0"):
         regression("model", "huber", 0.0)
+    assert regression("model", "huber") == Regression("huber", 1.0)
+    for loss in ("mse", "own.module:loss"):
+        with pytest.raises(
+            UsageError, match=f"recipe.task.delta: only used by the loss huber, not by {loss}; remove it"
+        ):
+            regression("model", loss, 1.0)

@@ -130,7 +130,7 @@ def command(
     """
     from rich.console import Console
 
-    from lockstep.comparison.plan import parse_placements, parse_processes
+    from lockstep.comparison.plan import PLACEMENT_KEYS, check_overrides, parse_placements, parse_processes
     from lockstep.config.base import section_to_dict
     from lockstep.config.document import parse
     from lockstep.config.error_positions import add_key_positions
@@ -153,6 +153,8 @@ def command(
         price, parse_seconds(mtbf, "--mtbf", "3h"), parse_seconds(save, "--save", "20s") or 0.0
     )
     counts, (source, overrides) = parse_processes(processes), split_arguments(arguments)
+    advice = "--placements for strategies, and --processes for numbers of processes"
+    check_overrides(overrides, PLACEMENT_KEYS, "lockstep plan", "placement", advice)
     if writes:
         check_writable(source, overrides)
     strategy_overrides = [

@@ -30,8 +30,8 @@ from lockstep.setup.resume import list_recipe_differences
 from lockstep.strategies import SINGLE_PROCESS_STRATEGIES
 
 _SINGLE: Final = "single"
-# Keys that a comparison sets itself.
-_RESERVED_KEYS: Final = ("placement.strategy", "placement.processes", "run.dir", "run.resume")
+PLACEMENT_KEYS: Final = ("placement.strategy", "placement.processes")
+_RESERVED_KEYS: Final = (*PLACEMENT_KEYS, "run.dir", "run.resume")
 _REMOVED_STRATEGIES: Final = ("usual script", "usual", "naive_ddp")
 USUAL_MOVED: Final = "the usual script is now a benchmark; run python -m benchmarks.naive_ddp RECIPE --processes 1,2,4"
 _MAX_SLUG_CHARS: Final = 80  # maximum length of a slug, without its hash
@@ -88,6 +88,14 @@ def parse_processes(text: str) -> tuple[int, ...]:
     return tuple(map(int, numbers))
 
 
+def check_overrides(overrides: Sequence[str], keys: Sequence[str], command: str, item: str, advice: str) -> None:
+    """Raise UsageError for overrides of `keys`, which the command sets itself for each `item`."""
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if any(key == reserved_key or key.startswith(f"{reserved_key}.") for reserved_key in keys):
+            raise UsageError(f"{override}: {command} sets {key} for each {item}; use {advice}")
+
+
 def make_comparison_path(source: str) -> Path:
     """Return the path of a new folder for a comparison. The folder isn't created."""
     return make_folder_path(f"compare-{_make_slug(Path(source).stem)}")
@@ -99,7 +107,8 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
     Only the strategies `single` and, if requested, `data_parallel` run on one process. If any placements aren't
     possible, raises UsageError with the reasons for all of them.
     """
-    _check_overrides((*request.overrides, *request.variants))
+    advice = "--placements for strategies, --processes for numbers of processes, and --dir for the folder"
+    check_overrides((*request.overrides, *request.variants), _RESERVED_KEYS, "lockstep compare", "run", advice)
     torch.set_num_threads(1)  # forked processes must not inherit a thread pool
     reference: tuple[Strategy, int] = ({"name": _SINGLE}, 1)
     pairs = [
@@ -229,17 +238,6 @@ def _format_strategy(strategy: Strategy) -> str:
     """Return the name of a strategy, followed by its options if there are any."""
     options = ", ".join(f"{key}={format_flow(value)}" for key, value in strategy.items() if key != "name")
     return f"{strategy['name']} ({options})" if options else str(strategy["name"])
-
-
-def _check_overrides(overrides: Sequence[str]) -> None:
-    """Raise UsageError for overrides of keys that a comparison sets itself."""
-    for override in overrides:
-        key = override.partition("=")[0].strip()
-        if any(key == reserved_key or key.startswith(f"{reserved_key}.") for reserved_key in _RESERVED_KEYS):
-            raise UsageError(
-                f"{override}: lockstep compare sets {key} for each run; use --placements for strategies, --processes "
-                f"for numbers of processes, and --dir for the folder"
-            )
 
 
 def _make_slug(text: str) -> str:

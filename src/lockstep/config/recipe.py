@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final, Literal, Self, get_args
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from lockstep.common.names import format_suggestion
+from lockstep.common.text import format_count
 from lockstep.config.base import (
     BY_NAME,
     Floats,
@@ -317,25 +318,46 @@ class Recipe(Section):
         return self
 
 
-# Prefixes of recipe keys that evaluations ignore.
+# Prefixes of recipe keys that evaluations of a checkpoint ignore.
 TRAINING_KEYS: Final = (
     *("seed", "epochs", "steps", "last_batch", "optimizer", "schedule", "mix", "clip_norm", "loss_scale", "nonfinite"),
-    *("start", "data.augment"),
+    *("start", "data.augment", "model.weights", "model.pretrained", "ema"),
 )
 _CURVE_OPTIONS: Final = {"milestones": "steps", "gamma": "steps", "power": "polynomial"}
+_CURVES_WITHOUT_MINIMUM: Final = ("constant", "steps")
 
 
 def find_keys_without_effect(recipe: Recipe) -> Iterator[str]:
     """Yield a note for each key that is set but has no effect, which is allowed, but rarely intended."""
-    schedule = recipe.schedule
+    yield from _find_schedule_keys_without_effect(recipe.schedule, recipe.epochs)
+    augment, mix = recipe.data.augment, recipe.mix
+    if not augment.resized_crop and augment.resized_crop_scale != AugmentConfig().resized_crop_scale:
+        yield "recipe.data.augment.resized_crop_scale has no effect: only resized_crop uses it, which is not set"
+    if mix.probability != MixConfig().probability and not (mix.mixup or mix.cutmix):
+        yield "recipe.mix.probability has no effect: neither mixup nor cutmix is set"
+    if (mix.mixup or mix.cutmix) and recipe.batch == recipe.microbatches:
+        yield (
+            "recipe.mix has no effect: mixup and cutmix mix the samples of a micro-batch, but each micro-batch has a "
+            "single sample"
+        )
+    if recipe.precision not in SCALED_PRECISIONS and recipe.loss_scale != make_default_loss_scale(recipe.precision):
+        scaled = ", ".join(sorted(SCALED_PRECISIONS))
+        yield f"recipe.loss_scale has no effect: only {scaled} use it, not {recipe.precision}"
+
+
+def _find_schedule_keys_without_effect(schedule: ScheduleConfig, epochs: int | None) -> Iterator[str]:
     for key, curve in _CURVE_OPTIONS.items():
         if schedule.name != curve and getattr(schedule, key) != ScheduleConfig.model_fields[key].default:
             yield f"recipe.schedule.{key} has no effect: only the schedule {curve} uses it, not {schedule.name}"
     if schedule.name == "steps" and not schedule.milestones:
         yield "recipe.schedule has no effect: steps changes the learning rate at milestones, but none are set"
-    if recipe.precision not in SCALED_PRECISIONS and recipe.loss_scale != make_default_loss_scale(recipe.precision):
-        scaled = ", ".join(sorted(SCALED_PRECISIONS))
-        yield f"recipe.loss_scale has no effect: only {scaled} use it, not {recipe.precision}"
+    if schedule.name == "steps" and epochs is not None:
+        late = ", ".join(f"{milestone:g}" for milestone in schedule.milestones if milestone >= epochs)
+        if late:
+            end = format_count(epochs, "epoch")
+            yield f"recipe.schedule.milestones has no effect at {late}: the run ends after {end}"
+    if schedule.name in _CURVES_WITHOUT_MINIMUM and schedule.min_lr != ScheduleConfig().min_lr:
+        yield f"recipe.schedule.min_lr has no effect: the schedule {schedule.name} does not use it"
 
 
 def find_contradictions(recipe_keys: Mapping[str, object]) -> list[str]:

@@ -47,7 +47,8 @@ def copy_matching_tensors(
     Model tensors that match a pattern in `fresh` keep their values. All other model tensors except
     `num_batches_tracked` must be in the file, with the same shape. If several names share a tensor, one of these names
     is enough. Floats are converted to the dtype of the model. If the model is on the meta device, tensors are only
-    compared. Raises UsageError with a list of the mismatches. The message begins with `label`.
+    compared. Raises UsageError with a list of the mismatches, which begins with `label`, or if a tensor in `fresh` has
+    another name that is loaded.
     """
     state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     skipped_names = select_names(f"{_KEY}.fresh", fresh, list(state)) if fresh else set()
@@ -60,6 +61,7 @@ def copy_matching_tensors(
             "\n".join([f"{label}: does not match the model; {advice}:", *problems[:_MAX_SHOWN], *remainder])
         )
     loaded = [name for name in targets if name in tensors]
+    _check_fresh_names([name for name in state if name in skipped_names], loaded, state)
     for name in loaded:
         if not targets[name].is_meta:
             targets[name].copy_(tensors[name])
@@ -67,6 +69,17 @@ def copy_matching_tensors(
         name for name, tensor in state.items() if not any(tensor is state[loaded_name] for loaded_name in loaded)
     ]
     return MatchReport(tuple(loaded), tuple(fresh_names), tuple(sorted(tensors.keys() - targets.keys())))
+
+
+def _check_fresh_names(fresh: Sequence[str], loaded: Sequence[str], state: Mapping[str, Tensor]) -> None:
+    """Raise UsageError if a loaded name would overwrite a tensor that must keep its values under a different name."""
+    loaded_names = {id(state[name]): name for name in loaded}
+    for name in fresh:
+        if (loaded_name := loaded_names.get(id(state[name]))) is not None:
+            raise UsageError(
+                f"{_KEY}.fresh: {name} shares its tensor with {loaded_name}, which is loaded; add {loaded_name} to "
+                f"{_KEY}.fresh, or use a model that does not tie the two"
+            )
 
 
 def _find_missing_tensors(model_tensors: Mapping[str, Tensor], file_tensors: Mapping[str, Tensor]) -> Iterator[str]:

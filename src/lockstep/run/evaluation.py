@@ -145,6 +145,7 @@ def open_checkpoint(
     prefer: Literal["newest", "best"] = "best" if request.best else "newest"
     checkpoint = checkpoint or store.load(make_local_copy(request.path, prefer), prefer)
     recipe = section_to_dict(get_checkpoint_recipe(checkpoint.path, checkpoint.snapshot))
+    recipe["model"]["pretrained"] = False  # not loaded, because the checkpoint contains all weights
     config_path = checkpoint.path.parent.parent / CONFIG_NAME
     if os.path.lexists(config_path):
         data = read_run_recipe(config_path).data
@@ -187,8 +188,8 @@ def check_user_code(request: EvalRequest, loaded: LoadedConfig) -> Mapping[str, 
 def _check_keys(request: EvalRequest, overridden_keys: Sequence[str]) -> None:
     """Raise UsageError if the command would ignore one of the overridden keys.
 
-    Every command with an EvalRequest ignores training keys. Only `lockstep eval` uses placement keys other than
-    `placement.device`.
+    Every command with an EvalRequest ignores training keys, and the source of the initial weights. Only `lockstep eval`
+    uses placement keys other than `placement.device`.
     """
     is_local = request.command != "eval"  # whether the command runs in this process
     for key in overridden_keys:

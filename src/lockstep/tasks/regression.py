@@ -109,16 +109,18 @@ class Regression:
         match_shapes(self.model_name, outputs, batch)
 
 
-def regression(model: str, loss: str = "mse", delta: float = 1.0) -> Regression:
+def regression(model: str, loss: str = "mse", delta: float | None = None) -> Regression:
     """Create the task from recipe options. `loss` is mse, mae, huber or package.module:function."""
-    if PATH_MARK in loss:
-        return Regression(custom_loss=import_custom_loss(loss), model_name=model)
-    if loss not in LOSSES:
+    if PATH_MARK not in loss and loss not in LOSSES:
         suggestions = format_choices(loss, (*LOSSES, "package.module:function"))
         raise UsageError(f"recipe.task.loss: {loss} is not a loss for regression{suggestions}")
-    if not delta > 0:
+    if delta is not None and loss != "huber":
+        raise UsageError(f"recipe.task.delta: only used by the loss huber, not by {loss}; remove it")
+    if delta is not None and not delta > 0:
         raise UsageError(f"recipe.task.delta: must be greater than 0, got {delta}")
-    return Regression(loss, delta, model_name=model)
+    if PATH_MARK in loss:
+        return Regression(custom_loss=import_custom_loss(loss), model_name=model)
+    return Regression(loss, Regression.delta if delta is None else delta, model_name=model)
 
 
 def match_shapes(model: str, outputs: Any, batch: Batch, at_least_2d: bool = False) -> tuple[Tensor, Tensor]:
