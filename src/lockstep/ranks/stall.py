@@ -20,7 +20,6 @@ and a rank is only known to be behind if it has completed fewer steps than anoth
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -30,9 +29,12 @@ from lockstep.common.text import printable_line
 from lockstep.ranks.job_store import JobStore, UntrustedError, parse_fields, parse_int, parse_text
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import Phase, RankStatus
+from lockstep.ranks.thread_stack import StackLine, read_stack
 
 _REPORT_LINES: Final = 8  # number of stack lines that a report shows for a late rank
 _MAX_SENT_LINES: Final = 100  # maximum number of stack lines that a rank sends
+
+_UNKNOWN: Final = StackLine("unknown", 0, "unknown")
 
 _LOCKSTEP_PREFIX: Final = "lockstep/"
 _TORCH_PREFIX: Final = "torch/distributed/"
@@ -185,14 +187,10 @@ class StallDetector:
         return self.rendezvous.store.clone()
 
     def _read_thread_state(self) -> ThreadState:
-        frame = sys._current_frames().get(self._watched_thread)
-        summary = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)  # innermost first
-        files = [_make_relative_name(frame_summary.filename) for frame_summary in summary]
+        lines = read_stack(self._watched_thread) or [_UNKNOWN]  # innermost first
+        files = [_make_relative_name(line.file) for line in lines]
         own_file = next((file for file in files if file.startswith(_LOCKSTEP_PREFIX)), "")
-        stack = tuple(
-            f"{file}:{frame_summary.lineno} {frame_summary.name}"
-            for file, frame_summary in zip(files, summary, strict=True)
-        )[::-1]
+        stack = tuple(f"{file}:{line.line} {line.function}" for file, line in zip(files, lines, strict=True))[::-1]
         status = self.rendezvous.get_status()
         if own_file in _WAIT_MODULES or files[0].startswith(_TORCH_PREFIX):
             return ThreadState(status, _trim_to_wait(stack), True)

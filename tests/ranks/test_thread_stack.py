@@ -1,0 +1,60 @@
+"""The stack of another thread, as the watch over stalls reads it while that thread runs."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.ranks.thread_stack import StackLine, parse_dump, read_stack
+
+DUMP = """\
+Thread 0x00007fd39e1a86c0 (most recent call first):
+  File "/a b/threading.py", line 331 in wait
+  File "<string>", line ??? in <module>
+
+Thread 0x000000000000beef [named by 3.14] (most recent call first):
+  File "/a/train.py", line 7 in <lambda>
+  ...
+Current thread 0x00007fd39eaa96c0 (most recent call first):
+  <no Python frame>
+"""
+
+
+def test_a_dump_is_split_by_its_threads() -> None:
+    assert parse_dump(DUMP, 0x7FD39E1A86C0) == [
+        StackLine("/a b/threading.py", 331, "wait"),
+        StackLine("<string>", 0, "<module>"),
+    ]
+    assert parse_dump(DUMP, 0xBEEF) == [StackLine("/a/train.py", 7, "<lambda>")]
+    assert parse_dump(DUMP, 0x7FD39EAA96C0) == parse_dump(DUMP, 1) == parse_dump("", 1) == []
+
+
+def test_a_thread_is_read_where_it_stands_and_while_it_runs() -> None:
+    ready, end = threading.Event(), threading.Event()
+
+    def stands() -> None:
+        ready.set()
+        end.wait()
+
+    def runs() -> None:
+        def inner(depth: int) -> Any:
+            yield from inner(depth - 1) if depth else ()
+
+        ready.set()
+        while not end.is_set():
+            list(inner(20))
+
+    def read(target: Callable[[], None]) -> set[str]:
+        thread = threading.Thread(target=target)
+        thread.start()
+        assert thread.ident is not None
+        assert ready.wait(60)
+        found = [read_stack(thread.ident) for _ in range(500)]
+        end.set()
+        thread.join()
+        assert read_stack(thread.ident) == []
+        ready.clear()
+        end.clear()
+        return {line.function for stack in found for line in stack if line.file == __file__}
+
+    assert read(stands) == {"stands"}
+    assert read(runs) >= {"runs", "inner"}
