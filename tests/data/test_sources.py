@@ -15,7 +15,7 @@ OF_FILES = "is only supported by the datasets folder and webdataset"
 
 
 def _open(name: str, root: str = "nowhere", **asked: Any) -> DataSet:
-    return open_data(DataRequest(name, root, download=False, **asked))
+    return open_data(DataRequest(name, root, **asked).without_download())
 
 
 def test_digits() -> None:

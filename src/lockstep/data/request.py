@@ -1,8 +1,8 @@
 """The section of a recipe that is passed to a dataset, and the keys that each dataset supports."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, Literal, Self
 
 FILES_SIZE: Final = 224  # default side length in pixels of images from files
 NATIVE_SIZE: Final[Mapping[str, int]] = {"digits": 8, "cifar10": 32, "cifar100": 32, "mnist": 28, "fashion_mnist": 28}
@@ -33,6 +33,19 @@ class DataRequest:
     def changes_size(self) -> bool:
         """Whether the dataset crops or resizes its images, because the files can have different sizes."""
         return self.name in _FILE_DATASETS
+
+    @property
+    def location(self) -> dict[str, Any]:
+        """The keys `root` and `download`, without those that have their default."""
+        location = {"root": self.root, "download": self.download}
+        return {key: value for key, value in location.items() if value != getattr(DataRequest, key)}
+
+    def without_download(self) -> Self:
+        """Return the request of a dataset that is already on this machine.
+
+        The request of your own function stays the same, because `download` would be an argument of the function.
+        """
+        return self if ":" in self.name else replace(self, download=False)
 
 
 def make_data_request(data: Mapping[str, Any]) -> DataRequest:
