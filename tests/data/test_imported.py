@@ -306,6 +306,43 @@ def test_a_collate_takes_samples_of_any_kind(open_with: Open, monkeypatch: pytes
         import_dataset("mine:data", {}, "mine:no")
 
 
+def _made_by(name: str) -> Callable[[list[str]], Any]:
+    """Return a collate function whose batches contain its name."""
+    return lambda samples: {name: torch.ones(len(samples))}
+
+
+@pytest.mark.parametrize(
+    ("configured", "train", "validation", "used"),
+    [
+        ("set", "own", "other", ["set", "set"]),
+        ("set", None, "other", ["set", "set"]),
+        ("set", None, None, ["set", "set"]),
+        (None, "own", "other", ["own", "other"]),
+        (None, "own", None, ["own", "own"]),
+    ],
+)
+def test_the_collate_of_the_recipe_comes_first(
+    monkeypatch: pytest.MonkeyPatch, configured: str | None, train: str | None, validation: str | None, used: list[str]
+) -> None:
+    parts = [Listed(["a"], collate=name and _made_by(name)) for name in (train, validation)]
+    objects = {"mine:data": lambda: parts, "mine:collate": _made_by("set")}
+    for place in ("data.imported", "common.importing"):
+        monkeypatch.setattr(f"lockstep.{place}.import_object", lambda path, what: objects[path])
+    data = import_dataset("mine:data", {}, configured and "mine:collate")
+    assert [[*split.fetch(np.array([0]), None)] for split in (data.train, data.validation)] == [[name] for name in used]
+
+
+def test_a_collate_is_refused_for_a_whole_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = {"mine:data": load_digits, "mine:pad": _padded}
+    for place in ("data.imported", "common.importing"):
+        monkeypatch.setattr(f"lockstep.{place}.import_object", lambda path, what: objects[path])
+    with pytest.raises(
+        UsageError,
+        match=r"^dataset mine:data: recipe\.data\.collate: mine:pad is not .* returns a DataSet, .*; remove it$",
+    ):
+        import_dataset("mine:data", {}, "mine:pad")
+
+
 @pytest.mark.parametrize(
     ("collate", "said"),
     [

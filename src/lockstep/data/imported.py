@@ -42,6 +42,11 @@ def import_dataset(
     function = import_collate(collate)
     with UserCode(label):
         if isinstance(result, DataSet):
+            if collate is not None:
+                raise UsageError(
+                    f"{label}: recipe.data.collate: {collate} is not supported, since your function returns a DataSet, "
+                    f"whose splits return batches; remove it"
+                )
             return _wrap_splits(label, result)
         train, validation = _check_split_pair(label, result)
         return wrap_map_style(label, train, validation, options.get(NAMES), function)
@@ -56,19 +61,21 @@ def import_collate(path: str | None) -> Collate | None:
 def wrap_map_style(label: str, train: Any, validation: Any, class_names: Any, collate: Collate | None) -> DataSet:
     """Wrap map-style datasets in a DataSet.
 
-    The dataset properties are inferred from the first training sample, and updated with the attribute `facts` of the
-    training set. If `class_names` is None, the class names are read from the training set (see
+    If `collate` is None, the attribute `collate` of each split is used, and for validation also that of the training
+    set. The dataset properties are inferred from the first training sample, and updated with the attribute `facts` of
+    the training set. If `class_names` is None, the class names are read from the training set (see
     tasks/dataset_properties.py).
     """
     names = find_class_names(label, class_names, train)
-    collate = collate or getattr(train, "collate", None)
-    split = ImportedSplit(f"{label}: training", train, names, collate)
+    train_collate = collate or getattr(train, "collate", None)
+    validation_collate = collate or getattr(validation, "collate", None) or train_collate
+    split = ImportedSplit(f"{label}: training", train, names, train_collate)
     batch = split.fetch(np.array([0]), None)
     return DataSet(
         train=split,
         validation=None
         if validation is None
-        else ImportedSplit(f"{label}: validation", validation, names, getattr(validation, "collate", None) or collate),
+        else ImportedSplit(f"{label}: validation", validation, names, validation_collate),
         facts=_check_json_serializable(
             label, {**_infer_dataset_info(batch, names), **(getattr(train, "facts", None) or {})}
         ),
