@@ -9,6 +9,7 @@ NATIVE_SIZE: Final[Mapping[str, int]] = {"digits": 8, "cifar10": 32, "cifar100":
 # The options of `synthetic` with their defaults.
 SYNTHETIC: Final[Mapping[str, int]] = {"samples": 4096, "validation_samples": 1024, "classes": 10, "channels": 3}
 _FILE_DATASETS: Final = ("folder", "webdataset")
+_SKIPPING_DATASET: Final = "chat"  # in addition to _FILE_DATASETS
 
 OnError = Literal["raise", "skip"]
 
@@ -69,10 +70,11 @@ def find_unsupported_keys(request: DataRequest) -> Iterator[str]:
         yield f"augment.resized_crop: true is only supported by the datasets {file_datasets}; remove it"
     if not request.exif:
         yield f"exif: false is only supported by the datasets {file_datasets}; remove it"
-    if request.on_error == "skip" and (":" in name or name == "mixture"):
+    if request.on_error == "skip" and name != _SKIPPING_DATASET:
+        advice = ", and catch errors in your dataset" if ":" in name else ""
         yield (
-            f"on_error: skip is only supported by the datasets {file_datasets}; remove it, and catch errors in your "
-            f"dataset"
+            f"on_error: skip is only supported by the datasets {', '.join(_FILE_DATASETS)} and {_SKIPPING_DATASET}; "
+            f"remove it{advice}"
         )
 
 
