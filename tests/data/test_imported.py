@@ -15,6 +15,8 @@ from lockstep.data.base import DataSet
 from lockstep.data.images.digits import load_digits
 from lockstep.data.images.leaves import to_tensor
 from lockstep.data.imported import import_dataset
+from lockstep.data.request import DataRequest
+from lockstep.data.sources import open_data
 from lockstep.errors import UsageError, UserCodeError
 
 Open = Callable[..., DataSet]
@@ -45,9 +47,9 @@ class Endless(IterableDataset[Any]):
 def open_with(monkeypatch: pytest.MonkeyPatch) -> Open:
     """Return `imported` for a function given as an object."""
 
-    def opened(function: Any, options: Mapping[str, Any] | None = None) -> DataSet:
+    def opened(function: Any, options: Mapping[str, Any] | None = None, **changed: Any) -> DataSet:
         monkeypatch.setattr("lockstep.data.imported.import_object", lambda path, what: function)
-        return import_dataset("mine:data", options or {})
+        return open_data(DataRequest("mine:data", options=options or {}, **changed))
 
     return opened
 
@@ -137,6 +139,57 @@ def test_the_option_classes_reaches_a_function_that_takes_it(open_with: Open) ->
     data = open_with(with_classes, {"classes": 7})
     assert data.train.fetch(np.array([0]), None)[0].unique().tolist() == [7]
     assert len(data.facts["classes"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("changed", "passed"),
+    [
+        ({}, {"root": "own", "download": "own"}),
+        ({"root": "data", "download": True}, {"root": "own", "download": "own"}),
+        ({"root": "/images"}, {"root": "/images", "download": "own"}),
+        ({"root": "/images", "download": False}, {"root": "/images", "download": False}),
+        ({"options": {"root": "option"}, "download": False}, {"root": "option", "download": False}),
+    ],
+)
+def test_a_location_that_is_set_reaches_a_function_that_takes_it(
+    open_with: Open, changed: dict[str, Any], passed: dict[str, Any]
+) -> None:
+    got = {}
+
+    def with_location(root: str = "own", download: Any = "own") -> Any:
+        got.update(root=root, download=download)
+        return _part(classes=1), None
+
+    def with_any(**keys: Any) -> Any:
+        return with_location(**keys)
+
+    for function in (with_location, with_any):
+        open_with(function, **changed)
+        assert got == passed
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            {"root": "/images"},
+            r"recipe\.data\.root: your function has no parameter 'root'; remove the key and use recipe\.data\.options, "
+            r"or add the parameter to the signature \(size: int = 1\) -> Any$",
+        ),
+        ({"download": False}, r"recipe\.data\.download: your function has no parameter 'download'; remove the key"),
+        (
+            {"root": "/images", "options": {"root": "/more"}},
+            r"recipe\.data\.root and recipe\.data\.options\.root are both set; set only one of them$",
+        ),
+    ],
+)
+def test_a_location_that_does_not_fit(open_with: Open, changed: dict[str, Any], said: str) -> None:
+    def without_location(size: int = 1) -> Any:
+        return _part(classes=1), None
+
+    with pytest.raises(UsageError, match=rf"^dataset mine:data: {said}"):
+        open_with(without_location, **changed)
+    open_with(without_location, root="data", download=True)
 
 
 def _part(**attributes: Any) -> Listed:
@@ -251,6 +304,43 @@ def test_a_collate_takes_samples_of_any_kind(open_with: Open, monkeypatch: pytes
         UsageError, match=r"^collate mine:no: expected a function of samples, got an object of type int$"
     ):
         import_dataset("mine:data", {}, "mine:no")
+
+
+def _made_by(name: str) -> Callable[[list[str]], Any]:
+    """Return a collate function whose batches contain its name."""
+    return lambda samples: {name: torch.ones(len(samples))}
+
+
+@pytest.mark.parametrize(
+    ("configured", "train", "validation", "used"),
+    [
+        ("set", "own", "other", ["set", "set"]),
+        ("set", None, "other", ["set", "set"]),
+        ("set", None, None, ["set", "set"]),
+        (None, "own", "other", ["own", "other"]),
+        (None, "own", None, ["own", "own"]),
+    ],
+)
+def test_the_collate_of_the_recipe_comes_first(
+    monkeypatch: pytest.MonkeyPatch, configured: str | None, train: str | None, validation: str | None, used: list[str]
+) -> None:
+    parts = [Listed(["a"], collate=name and _made_by(name)) for name in (train, validation)]
+    objects = {"mine:data": lambda: parts, "mine:collate": _made_by("set")}
+    for place in ("data.imported", "common.importing"):
+        monkeypatch.setattr(f"lockstep.{place}.import_object", lambda path, what: objects[path])
+    data = import_dataset("mine:data", {}, configured and "mine:collate")
+    assert [[*split.fetch(np.array([0]), None)] for split in (data.train, data.validation)] == [[name] for name in used]
+
+
+def test_a_collate_is_refused_for_a_whole_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = {"mine:data": load_digits, "mine:pad": _padded}
+    for place in ("data.imported", "common.importing"):
+        monkeypatch.setattr(f"lockstep.{place}.import_object", lambda path, what: objects[path])
+    with pytest.raises(
+        UsageError,
+        match=r"^dataset mine:data: recipe\.data\.collate: mine:pad is not .* returns a DataSet, .*; remove it$",
+    ):
+        import_dataset("mine:data", {}, "mine:pad")
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,14 @@ def test_values_of_a_sample_are_found_by_their_keys() -> None:
 
 
 @pytest.mark.usefixtures("own")
+def test_an_own_source_has_its_own_root_and_not_that_of_the_mixture() -> None:
+    source: dict[str, object] = {"name": "own_sources:ab"}
+    open_data(DataRequest("mixture", "/mixed", download=False, options={"of": {"b": source}}))
+    with pytest.raises(UsageError, match=rf"{OF_B}: dataset own_sources:ab: recipe\.data\.root: your function has no"):
+        open_data(DataRequest("mixture", options={"of": {"b": {**source, "root": "/own"}}}))
+
+
+@pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(
     ("other", "told"),
     [

@@ -34,6 +34,11 @@ def test_every_key_reaches_the_source() -> None:
     assert given.model_dump().keys() == {*others, *images, "options"} | on_device
 
 
+def test_an_evaluation_downloads_nothing_and_leaves_the_arguments_of_own_functions() -> None:
+    assert DataRequest("cifar10").without_download() == DataRequest("cifar10", download=False)
+    assert DataRequest("mine:data").without_download() == DataRequest("mine:data")
+
+
 def test_nothing_is_done_where_nothing_is_asked() -> None:
     assert make_device_transforms(recipe(), FACTS) is None
     assert make_device_transforms(recipe(), {}) is None

@@ -8,14 +8,16 @@ from PIL import Image
 
 from lockstep.data.base import DataSet
 from lockstep.data.request import SYNTHETIC, DataRequest
-from lockstep.data.sources import count_training_samples, open_data
+from lockstep.data.sources import SOURCES, count_training_samples, open_data
 from lockstep.errors import UsageError
 
 OF_FILES = "is only supported by the datasets folder and webdataset"
+OF_SKIPPING = "is only supported by the datasets folder, webdataset and chat"
+NOT_SKIPPING = sorted({*SOURCES} - {"folder", "webdataset", "chat"})
 
 
 def _open(name: str, root: str = "nowhere", **asked: Any) -> DataSet:
-    return open_data(DataRequest(name, root, download=False, **asked))
+    return open_data(DataRequest(name, root, **asked).without_download())
 
 
 def test_digits() -> None:
@@ -66,7 +68,8 @@ def test_torchvisions_sets_are_looked_for(name: str, tmp_path: Path) -> None:
         ("mnist", {"resize_size": 64}, rf"resize_size: 64 {OF_FILES}; remove it$"),
         ("cifar10", {"exif": False}, rf"exif: false {OF_FILES}; remove it$"),
         ("digits", {"resized_crop": True}, rf"resized_crop: true {OF_FILES}; remove it$"),
-        ("a:b", {"on_error": "skip"}, rf"on_error: skip {OF_FILES}; remove it, and catch errors in your dataset"),
+        ("a:b", {"on_error": "skip"}, rf"on_error: skip {OF_SKIPPING}; remove it, and catch errors in your dataset$"),
+        *((name, {"on_error": "skip"}, rf"on_error: skip {OF_SKIPPING}; remove it(\n|$)") for name in NOT_SKIPPING),
         ("folder", {"resize_size": 200}, r"resize_size: 200 is smaller than image_size=224; use at least 224$"),
         ("folder", {"resized_crop_scale": (0.5, 0.1)}, r"resized_crop_scale: \[0\.5, 0\.1\] is not a range of"),
         ("folder", {"resized_crop_scale": (0.0, 1.0)}, r"resized_crop_scale: \[0\.0, 1\.0\] is not a range of"),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lockstep.data.validation_split import is_held_out, make_held_out_mask, select_held_out
+from lockstep.data.validation_split import get_validation_fraction, is_held_out, make_held_out_mask, select_held_out
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
@@ -32,3 +32,8 @@ def test_a_share_that_is_taken_is_as_large_as_can_be() -> None:
 def test_rows_that_come_later_move_none() -> None:
     assert np.array_equal(make_held_out_mask(900, 0.2)[:300], make_held_out_mask(300, 0.2))
     assert not make_held_out_mask(300, 0.0).any()
+
+
+def test_the_share_is_a_tenth_by_default_and_nothing_beside_a_split() -> None:
+    assert [get_validation_fraction("text", share) for share in (None, 0, 0.3)] == [0.1, 0, 0.3]
+    assert get_validation_fraction("text", None, "val.txt") == 0

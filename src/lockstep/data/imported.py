@@ -25,20 +25,28 @@ from lockstep.tasks.dataset_properties import NAMES, find_class_names, find_skip
 _STREAM_ADVICE: Final = "; a stream must have known shards, as in datasets.IterableDataset or webdataset.WebDataset"
 
 
-def import_dataset(path: str, options: Mapping[str, Any], collate: str | None = None) -> DataSet:
-    """Call the function at the import path `path` with `options`, and return its result as a DataSet.
+def import_dataset(
+    path: str, options: Mapping[str, Any], collate: str | None = None, location: Mapping[str, Any] | None = None
+) -> DataSet:
+    """Call the function at the import path `path` with `options` and `location`, and return its result as a DataSet.
 
     The function must return a DataSet, or a pair (train, validation) of map-style datasets. `validation` may be None.
     Samples can be any structure of values that data/images/leaves.py supports. With a `collate` function (an import
     path, or an attribute of the training set), samples can be any objects. The option NAMES (see
-    tasks/dataset_properties.py) is reserved, and is passed to the function only if the function accepts it. Raises
-    UsageError if the result is invalid, or if the options don't match the signature of the function.
+    tasks/dataset_properties.py) is reserved, and is passed to the function only if the function accepts it. `location`
+    contains the keys of DataRequest.location. Raises UsageError if the result is invalid, or if the options or the
+    location don't match the signature of the function.
     """
     label = f"dataset {path}"
-    result = _call_dataset_function(label, import_object(path, "dataset"), options)
+    result = _call_dataset_function(label, import_object(path, "dataset"), options, location or {})
     function = import_collate(collate)
     with UserCode(label):
         if isinstance(result, DataSet):
+            if collate is not None:
+                raise UsageError(
+                    f"{label}: recipe.data.collate: {collate} is not supported, since your function returns a DataSet, "
+                    f"whose splits return batches; remove it"
+                )
             return _wrap_splits(label, result)
         train, validation = _check_split_pair(label, result)
         return wrap_map_style(label, train, validation, options.get(NAMES), function)
@@ -53,19 +61,21 @@ def import_collate(path: str | None) -> Collate | None:
 def wrap_map_style(label: str, train: Any, validation: Any, class_names: Any, collate: Collate | None) -> DataSet:
     """Wrap map-style datasets in a DataSet.
 
-    The dataset properties are inferred from the first training sample, and updated with the attribute `facts` of the
-    training set. If `class_names` is None, the class names are read from the training set (see
+    If `collate` is None, the attribute `collate` of each split is used, and for validation also that of the training
+    set. The dataset properties are inferred from the first training sample, and updated with the attribute `facts` of
+    the training set. If `class_names` is None, the class names are read from the training set (see
     tasks/dataset_properties.py).
     """
     names = find_class_names(label, class_names, train)
-    collate = collate or getattr(train, "collate", None)
-    split = ImportedSplit(f"{label}: training", train, names, collate)
+    train_collate = collate or getattr(train, "collate", None)
+    validation_collate = collate or getattr(validation, "collate", None) or train_collate
+    split = ImportedSplit(f"{label}: training", train, names, train_collate)
     batch = split.fetch(np.array([0]), None)
     return DataSet(
         train=split,
         validation=None
         if validation is None
-        else ImportedSplit(f"{label}: validation", validation, names, getattr(validation, "collate", None) or collate),
+        else ImportedSplit(f"{label}: validation", validation, names, validation_collate),
         facts=_check_json_serializable(
             label, {**_infer_dataset_info(batch, names), **(getattr(train, "facts", None) or {})}
         ),
@@ -93,29 +103,41 @@ def _check_json_serializable(label: str, dataset_info: dict[str, Any]) -> dict[s
     return dataset_info
 
 
-def _call_dataset_function(label: str, function: Any, options: Mapping[str, Any]) -> Any:
+def _call_dataset_function(label: str, function: Any, options: Mapping[str, Any], location: Mapping[str, Any]) -> Any:
     if not callable(function):
         raise UsageError(
             f"{label}: expected a function, got {describe_type(function)}; set recipe.data.name to a function"
         )
     with UserCode(label):
-        return function(**_select_options(label, function, options))
+        return function(**_select_arguments(label, function, options, location))
 
 
-def _select_options(label: str, function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments for a function. Raises UsageError if `options` don't match its signature."""
+def _select_arguments(
+    label: str, function: Callable[..., Any], options: Mapping[str, Any], location: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments for a function. Raises UsageError if `options` or `location` don't match its signature."""
     signature = inspect.signature(function)
     parameters = signature.parameters
     accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for key in location:
+        if key in options:
+            raise UsageError(
+                f"{label}: recipe.data.{key} and recipe.data.options.{key} are both set; set only one of them"
+            )
+        if key not in parameters and not accepts_any:
+            raise UsageError(
+                f"{label}: recipe.data.{key}: your function has no parameter '{key}'; remove the key and use "
+                f"recipe.data.options, or add the parameter to the signature {signature}"
+            )
     arguments = {name: value for name, value in options.items() if name != NAMES or name in parameters or accepts_any}
     try:
-        signature.bind(**arguments)
+        signature.bind(**arguments, **location)
     except TypeError as error:
         raise UsageError(
             f"{label}: {error} (recipe.data.options sets {', '.join(arguments) or 'nothing'}); set the options to "
             f"match the signature {signature}"
         ) from None
-    return arguments
+    return {**arguments, **location}
 
 
 def _check_split_pair(label: str, result: Any) -> tuple[Any, Any]:

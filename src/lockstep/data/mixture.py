@@ -180,8 +180,10 @@ def _check_sources_match(info_and_dtypes: Mapping[str, tuple[Mapping[str, Any], 
 
 
 def _open_source(request: DataRequest, label: str, source: _Source) -> DataSet:
-    root = request.root if source.root is None else source.root
-    source_request = DataRequest(source.name, root, request.download, options=source.options or {})
+    # Your own function doesn't inherit the location, because it may not have a parameter for it.
+    inherited = DataRequest(source.name) if ":" in source.name else request
+    root = inherited.root if source.root is None else source.root
+    source_request = DataRequest(source.name, root, inherited.download, options=source.options or {})
     if source_request.changes_size:
         raise UsageError(
             f"dataset mixture: recipe.data.options.of.{label}: {source.name} is not supported, since a mixture does "

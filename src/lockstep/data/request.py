@@ -1,14 +1,15 @@
 """The section of a recipe that is passed to a dataset, and the keys that each dataset supports."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, Literal, Self
 
 FILES_SIZE: Final = 224  # default side length in pixels of images from files
 NATIVE_SIZE: Final[Mapping[str, int]] = {"digits": 8, "cifar10": 32, "cifar100": 32, "mnist": 28, "fashion_mnist": 28}
 # The options of `synthetic` with their defaults.
 SYNTHETIC: Final[Mapping[str, int]] = {"samples": 4096, "validation_samples": 1024, "classes": 10, "channels": 3}
 _FILE_DATASETS: Final = ("folder", "webdataset")
+_SKIPPING_DATASET: Final = "chat"  # in addition to _FILE_DATASETS
 
 OnError = Literal["raise", "skip"]
 
@@ -34,6 +35,19 @@ class DataRequest:
         """Whether the dataset crops or resizes its images, because the files can have different sizes."""
         return self.name in _FILE_DATASETS
 
+    @property
+    def location(self) -> dict[str, Any]:
+        """The keys `root` and `download`, without those that have their default."""
+        location = {"root": self.root, "download": self.download}
+        return {key: value for key, value in location.items() if value != getattr(DataRequest, key)}
+
+    def without_download(self) -> Self:
+        """Return the request of a dataset that is already on this machine.
+
+        The request of your own function stays the same, because `download` would be an argument of the function.
+        """
+        return self if ":" in self.name else replace(self, download=False)
+
 
 def make_data_request(data: Mapping[str, Any]) -> DataRequest:
     """Create a request from the plain values of the section `recipe.data`. Missing keys get their defaults."""
@@ -56,10 +70,11 @@ def find_unsupported_keys(request: DataRequest) -> Iterator[str]:
         yield f"augment.resized_crop: true is only supported by the datasets {file_datasets}; remove it"
     if not request.exif:
         yield f"exif: false is only supported by the datasets {file_datasets}; remove it"
-    if request.on_error == "skip" and (":" in name or name == "mixture"):
+    if request.on_error == "skip" and name != _SKIPPING_DATASET:
+        advice = ", and catch errors in your dataset" if ":" in name else ""
         yield (
-            f"on_error: skip is only supported by the datasets {file_datasets}; remove it, and catch errors in your "
-            f"dataset"
+            f"on_error: skip is only supported by the datasets {', '.join(_FILE_DATASETS)} and {_SKIPPING_DATASET}; "
+            f"remove it{advice}"
         )
 
 

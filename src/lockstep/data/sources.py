@@ -82,7 +82,7 @@ def open_data(request: DataRequest) -> DataSet:
         from lockstep.data.imported import import_dataset
 
         _raise_on_problems(request.name, list(find_unsupported_keys(request)))
-        return import_dataset(request.name, request.options, request.collate)
+        return import_dataset(request.name, request.options, request.collate, request.location)
 
     from lockstep.data.options import build_options, find_option_errors
 

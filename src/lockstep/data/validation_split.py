@@ -3,14 +3,34 @@
 import hashlib
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core import random
+from lockstep.errors import UsageError
 
+_DEFAULT_FRACTION: Final = 0.1
 _SPLIT_KEY: Final = random.make_key(random.SPLIT)
+
+
+def get_validation_fraction(
+    dataset_name: str, fraction: float | None, existing_split: str | Path | None = None
+) -> float:
+    """Return the fraction of a dataset for validation: the value of its option `validation`, or the default fraction.
+
+    `existing_split` is the path or a description of the validation split of the data, or None if it has none. With such
+    a split, the result is 0. Raises UsageError if the option is set nevertheless.
+    """
+    if existing_split is None:
+        return _DEFAULT_FRACTION if fraction is None else fraction
+    if fraction is not None:
+        raise UsageError(
+            f"dataset {dataset_name}: recipe.data.options.validation: not supported with {existing_split}; remove it"
+        )
+    return 0.0
 
 
 def is_held_out(name: str, fraction: float) -> bool:

@@ -76,9 +76,8 @@ def _check_chunks(path: Path, model: nn.Module, recipe: Recipe, trust: bool) -> 
             stacklevel=3,
         )
         return
-    data = recipe.data.model_copy(update={"download": False})
     try:
-        dataset = open_recipe_data(recipe.model_copy(update={"data": data}))
+        dataset = open_recipe_data(recipe, allow_download=False)
         example, evaluation = load_example_batches(recipe, dataset)
     except (UsageError, TrainingError) as error:
         warnings.warn(

@@ -124,8 +124,7 @@ class SavedModel:
 
     def open_data(self) -> DataSet:
         """Open the dataset that the run was trained on, without downloading it."""
-        data = self.recipe.data.model_copy(update={"download": False})
-        return open_recipe_data(self.recipe.model_copy(update={"data": data}))
+        return open_recipe_data(self.recipe, allow_download=False)
 
     def get_construction(self) -> Construction:
         """Return the function that builds the model, together with its arguments."""

@@ -352,6 +352,7 @@ def get_evaluation_batch_size(recipe: Recipe) -> int:
     return recipe.evaluation_batch or -(-recipe.batch // recipe.microbatches)
 
 
-def open_recipe_data(recipe: Recipe) -> DataSet:
+def open_recipe_data(recipe: Recipe, *, allow_download: bool = True) -> DataSet:
     """Open the dataset of a recipe. Raises UsageError if the dataset is missing or doesn't match the recipe."""
-    return open_data(make_data_request(section_to_dict(recipe.data)))
+    request = make_data_request(section_to_dict(recipe.data))
+    return open_data(request if allow_download else request.without_download())

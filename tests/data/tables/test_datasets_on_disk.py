@@ -11,7 +11,10 @@ from PIL import Image
 from lockstep.data.base import DataSet
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
+from lockstep.data.validation_split import make_held_out_mask
 from lockstep.errors import UsageError
+
+_TRAINING_ROWS = int((~make_held_out_mask(100, 0.1)).sum())
 
 
 def _open(root: Path, **options: object) -> DataSet:
@@ -75,8 +78,32 @@ def test_what_does_not_fit_is_named(root: Path, tmp_path: Path) -> None:
         _open(tmp_path / "empty")
     with pytest.raises(UsageError, match=r"has no split 'test'; valid: train, validation"):
         _open(root, held_out="test")
+    with pytest.raises(UsageError, match=r"has no split 'valid'; did you mean 'validation'"):
+        _open(root, held_out="valid")
     with pytest.raises(UsageError, match=r"no column 'lable'; did you mean 'label'"):
         _open(root, target="lable")
+
+
+@pytest.mark.parametrize("validation", [0, 0.1])
+def test_a_share_is_refused_where_there_is_a_split_for_validation(root: Path, validation: float) -> None:
+    told = r"recipe\.data\.options\.validation: not supported with the split 'validation' of .*saved; remove it$"
+    with pytest.raises(UsageError, match=told):
+        _open(root, validation=validation)
+    with pytest.raises(UsageError, match=r"not supported with the split 'train' of"):
+        _open(root, train="validation", held_out="train", validation=validation)
+
+
+def test_splits_are_refused_where_there_are_none(tmp_path: Path) -> None:
+    _rows(4).save_to_disk(tmp_path / "one")
+    for option in ("train", "held_out"):
+        with pytest.raises(UsageError, match=rf"options\.{option}: .*one is a Dataset without splits; remove it$"):
+            _open(tmp_path / "one", **{option: "train"})
+    datasets.DatasetDict({"train": _rows(100), "test": _rows(4)}).save_to_disk(tmp_path / "two")
+    data = _open(tmp_path / "two")
+    assert (len(data.train), len(data.validation)) == (_TRAINING_ROWS, 100 - _TRAINING_ROWS)
+    assert len(_open(tmp_path / "two", validation=0.1).train) == _TRAINING_ROWS
+    with pytest.raises(UsageError, match="has no split 'validation'; valid: train, test"):
+        _open(tmp_path / "two", held_out="validation")
 
 
 def test_a_pipe_among_the_files_is_refused_and_not_waited_for(root: Path) -> None:

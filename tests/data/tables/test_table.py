@@ -116,6 +116,15 @@ def test_a_share_of_the_rows_stays_validation_s_when_rows_are_added(tmp_path: Pa
     ]
 
 
+def test_a_share_is_refused_beside_a_file_for_validation(root: Path) -> None:
+    for validation in (0, 0.1):
+        with pytest.raises(
+            UsageError, match=r"options\.validation: not supported with the validation file in .*remove it$"
+        ):
+            _open(root, target="kind", validation=validation)
+    assert len(_open(root, target="kind").validation) == 2
+
+
 def test_missing_numbers_are_refused_or_the_mean(tmp_path: Path) -> None:
     file = tmp_path / "t.csv"
     file.write_text("x,y\n1,0\n,1\n3,0\n")

@@ -195,3 +195,6 @@ def test_a_folder_has_its_own_validation(tmp_path: Path) -> None:
     data = open_data(DataRequest("chat", str(tmp_path), options={"tokenizer": tokenizer}))
     assert (len(data.train), len(data.validation or [])) == (4, 1)
     assert data.get_sample_name(2) == "sample 2 in line 3 of train.jsonl"
+    for validation in (0, 0.1):
+        with pytest.raises(UsageError, match=r"options\.validation: not supported with .*val\.jsonl; remove it$"):
+            open_data(DataRequest("chat", str(tmp_path), options={"tokenizer": tokenizer, "validation": validation}))

@@ -81,6 +81,9 @@ def test_parts_that_are_there_are_taken(tmp_path: Path, names: tuple[str, str]) 
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
     assert _read(_open(tmp_path, context=3)) == ("abcabcabc", "ba")
+    for validation in (0, 0.1):
+        with pytest.raises(UsageError, match=rf"options\.validation: not supported with .*{names[1]}; remove it$"):
+            _open(tmp_path, context=3, validation=validation)
 
 
 def test_shakespeare_as_nanogpt_cuts_it() -> None:

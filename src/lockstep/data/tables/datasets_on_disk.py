@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,11 @@ from lockstep.data.base import DataSet
 from lockstep.data.imported import import_collate, wrap_map_style
 from lockstep.data.options import Fraction, Names, Text
 from lockstep.data.request import DataRequest
-from lockstep.data.validation_split import make_held_out_mask
+from lockstep.data.validation_split import get_validation_fraction, make_held_out_mask
 from lockstep.errors import UsageError
+
+_TRAIN: Final = "train"  # default names of the splits
+_HELD_OUT: Final = "validation"
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,10 @@ class Options:
 
     - `inputs`: The input columns. Defaults to all columns except for the target.
     - `target`: The target column. If set, a sample is the pair (inputs, target). Otherwise, it consists of the inputs.
-    - `train`, `held_out`: The splits of a DatasetDict for training and validation.
-    - `validation`: The fraction of rows for validation if there is no `held_out` split. 0 means no validation.
+    - `train`, `held_out`: The splits of a DatasetDict for training and validation. Default to `train`, and to
+      `validation` if there is such a split.
+    - `validation`: The fraction of rows for validation if there is no split for it. Defaults to 0.1. 0 means no
+      validation.
 
     The inputs of a sample are a dict from column name to value. If `inputs` is a single name, or if there is a target
     and only one input column, the inputs are the value of that column.
@@ -34,17 +39,19 @@ class Options:
 
     inputs: Text | Names | None = None
     target: Text | None = None
-    train: Text = "train"
-    held_out: Text = "validation"
-    validation: Fraction = 0.1
+    train: Text | None = None
+    held_out: Text | None = None
+    validation: Fraction | None = None
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
     """Open the dataset at `root`. Rows are read on demand."""
     train, held_out = _load_splits(request.root, options)
+    existing_split = None if held_out is None else f"the split '{options.held_out or _HELD_OUT}' of {request.root}"
+    fraction = get_validation_fraction("datasets", options.validation, existing_split)
     numbers = np.arange(len(train))
     if held_out is None:
-        is_held_out = make_held_out_mask(len(train), options.validation)
+        is_held_out = make_held_out_mask(len(train), fraction)
         numbers, held_out_numbers = numbers[~is_held_out], numbers[is_held_out]
         validation = _select_columns(train, held_out_numbers, options) if len(held_out_numbers) else None
     else:
@@ -96,11 +103,17 @@ def _load_splits(root: str, options: Options) -> tuple[Any, Any]:
         advice = "set recipe.data.root to a folder that save_to_disk wrote"
         raise UsageError(f"dataset datasets: cannot open {root}: {message}; {advice}") from error
     if isinstance(dataset, datasets.Dataset):
+        for option, name in (("train", options.train), ("held_out", options.held_out)):
+            if name is not None:
+                raise UsageError(
+                    f"dataset datasets: recipe.data.options.{option}: {root} is a Dataset without splits; remove it"
+                )
         return dataset, None
-    for name in (options.train, options.held_out):
-        if name not in dataset and name != Options.held_out:
+    train = _TRAIN if options.train is None else options.train
+    for name in (train, options.held_out):
+        if name is not None and name not in dataset:
             raise UsageError(f"dataset datasets: {root} has no split '{name}'{format_choices(name, dataset)}")
-    return dataset[options.train], dataset.get(options.held_out)
+    return dataset[train], dataset.get(options.held_out or _HELD_OUT)
 
 
 def _select_columns(rows: Any, row_indices: NDArray[np.int64], options: Options) -> ColumnDataset:

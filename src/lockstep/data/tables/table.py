@@ -18,7 +18,7 @@ from lockstep.data.request import DataRequest
 from lockstep.data.tables.columns import check_input_column, fit_column, get_column_kind, reject_mixed_column
 from lockstep.data.tables.files import read_table, select_same_columns
 from lockstep.data.tables.rows import TableSplit
-from lockstep.data.validation_split import make_held_out_mask
+from lockstep.data.validation_split import get_validation_fraction, make_held_out_mask
 from lockstep.errors import UsageError
 from lockstep.tasks.classification import compute_skip_mask
 
@@ -44,7 +44,8 @@ class Options:
       split.
     - `codes`: If False, categories are one-hot encoded and appended to the numbers. If True, they are integer codes in
       a separate input.
-    - `validation`: The fraction of rows for validation if there is no validation file.
+    - `validation`: The fraction of rows for validation if there is no validation file. Defaults to 0.1. 0 means no
+      validation.
     """
 
     target: Text | Names
@@ -53,7 +54,7 @@ class Options:
     ignore: Names | None = None
     missing: Literal["refuse", "mean"] = "refuse"
     codes: bool = False
-    validation: Fraction = 0.1
+    validation: Fraction | None = None
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
@@ -62,6 +63,8 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     Parquet files are supported too. Raises UsageError if a column is missing or has invalid values.
     """
     files = _read_files(Path(request.root))
+    existing_split = f"the validation file in {request.root}" if len(files) > 1 else None
+    fraction = get_validation_fraction("table", options.validation, existing_split)
     targets = [options.target] if isinstance(options.target, str) else options.target
     categories, ignored = options.categories or (), options.ignore or ()
     _check_columns_exist(files[0], [*targets, *categories, *ignored])
@@ -77,7 +80,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
             if name not in categories:
                 check_input_column(name, table[name], fill_missing)
         _check_targets(table, targets, options.kind)
-    train, validation, row_indices = _split_rows(files, options.validation)
+    train, validation, row_indices = _split_rows(files, fraction)
     columns = [fit_column(name, train[name], name in categories, fill_missing) for name in input_names]
     classes = _find_classes(train, targets, options.kind)
     question = "" if options.kind or classes is None else _make_kind_hint(train, targets[0], classes)

@@ -19,7 +19,7 @@ from lockstep.data.text.chat_rows import Kind, PreferencePair, check_pair, get_r
 from lockstep.data.text.chat_template import ChatTokenizer, RowError, Tokens, read_chat_format
 from lockstep.data.text.packing import pack_sequences
 from lockstep.data.text.windows import IGNORED
-from lockstep.data.validation_split import make_held_out_mask
+from lockstep.data.validation_split import get_validation_fraction, make_held_out_mask
 from lockstep.errors import UsageError
 
 _MAX_SHOWN: Final = 3  # maximum number of rows in a message
@@ -38,7 +38,8 @@ class Options:
     - `template_options`: Variables of the template.
     - `pack`: Whether to pack several conversations into a sequence.
     - `truncate`: Whether to truncate longer conversations to `context` tokens. By default, they are an error.
-    - `validation`: The fraction of rows for validation. 0 means no validation.
+    - `validation`: The fraction of rows for validation if there is no validation file. Defaults to 0.1. 0 means no
+      validation.
     """
 
     tokenizer: Text
@@ -47,7 +48,7 @@ class Options:
     template_options: Variables | None = None
     pack: bool = False
     truncate: bool = False
-    validation: Fraction = 0.1
+    validation: Fraction | None = None
 
 
 class _Rows(NamedTuple):
@@ -63,11 +64,14 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     """Open the rows at `root`, which is a JSON Lines file, or a folder with train.jsonl and optionally val.jsonl."""
     root = Path(request.root)
     train_file, validation_file = (root / "train.jsonl", root / "val.jsonl") if root.is_dir() else (root, None)
+    if validation_file is not None and not validation_file.exists():
+        validation_file = None
+    fraction = get_validation_fraction("chat", options.validation, validation_file)
     chat = read_chat_format(Path(options.tokenizer), options.chat_template, options.template_options or {})
     tokenizer = ChatTokenizer(options.tokenizer, chat)
     rows = _read_rows(train_file, tokenizer, options)
     files = [(train_file, rows)]
-    if validation_file is not None and validation_file.exists():
+    if validation_file is not None:
         files.append((validation_file, _read_rows(validation_file, tokenizer, options)))
         if files[1][1].kind != rows.kind:
             raise UsageError(
@@ -75,7 +79,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
                 f"same kind of rows in both files"
             )
     warnings = tuple(_report_invalid_rows(files, skip_invalid=request.on_error == "skip"))
-    held_out = make_held_out_mask(len(rows.items), options.validation if len(files) == 1 else 0.0)
+    held_out = make_held_out_mask(len(rows.items), fraction)
     if rows.kind == "pairs" and options.pack:
         raise UsageError("dataset chat: recipe.data.options.pack: preference pairs cannot be packed; remove it")
     numbers = np.flatnonzero(~held_out)

@@ -11,6 +11,7 @@ from lockstep.data.options import Count, Fraction, Text
 from lockstep.data.request import DataRequest
 from lockstep.data.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, build_char_tokenizer
 from lockstep.data.text.windows import TokenArray, make_window_dataset
+from lockstep.data.validation_split import get_validation_fraction
 from lockstep.errors import UsageError
 
 
@@ -22,23 +23,24 @@ class Options:
     - `stride`: The number of tokens between the starts of consecutive training samples. Defaults to `context`.
     - `by`: Whether a token is a character or a byte if no `tokenizer` is set.
     - `tokenizer`: A tokenizer file, such as the tokenizer.json of a model.
-    - `validation`: The fraction of characters at the end of the text for validation. 0 means no validation.
+    - `validation`: The fraction of characters at the end of the text for validation if there is no validation text.
+      Defaults to 0.1. 0 means no validation.
     """
 
     context: Count = 128
     stride: Count | None = None
     by: Literal["character", "byte"] = "character"
     tokenizer: Text | None = None
-    validation: Fraction = 0.1
+    validation: Fraction | None = None
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
     """Open the text at `root`, which is a file or a folder.
 
     The files in a folder are concatenated in the order of their names. If the folder contains the subfolders train/ and
-    val/, or the files train.txt and val.txt, they are the two splits, and the option `validation` has no effect.
+    val/, or the files train.txt and val.txt, they are the two splits, and the option `validation` must not be set.
     """
-    return make_text_dataset(request.name, *_read_splits(Path(request.root), options.validation), options)
+    return make_text_dataset(request.name, *_read_splits(Path(request.root), options), options)
 
 
 def make_text_dataset(name: str, train: str, validation: str, options: Options) -> DataSet:
@@ -64,13 +66,13 @@ def _make_tokenizer(train_text: str, validation_text: str, options: Options) -> 
     return ByteTokenizer() if options.by == "byte" else build_char_tokenizer(train_text + validation_text)
 
 
-def _read_splits(root: Path, validation_fraction: float) -> tuple[str, str]:
-    if not root.is_dir():
-        return split_text(_read_file(root), validation_fraction)
-    for train, validation in ((root / "train", root / "val"), (root / "train.txt", root / "val.txt")):
-        if train.exists() and validation.exists():
-            return _read_text(train), _read_text(validation)
-    return split_text(_read_text(root), validation_fraction)
+def _read_splits(root: Path, options: Options) -> tuple[str, str]:
+    pairs = ((root / "train", root / "val"), (root / "train.txt", root / "val.txt"))
+    train, validation = next((pair for pair in pairs if pair[0].exists() and pair[1].exists()), (root, None))
+    fraction = get_validation_fraction("text", options.validation, validation)
+    if validation is None:
+        return split_text(_read_text(train), fraction)
+    return _read_text(train), _read_text(validation)
 
 
 def _read_text(path: Path) -> str:

@@ -8,6 +8,7 @@ from typing import Final
 from lockstep.data.base import DataSet
 from lockstep.data.request import DataRequest
 from lockstep.data.text.files import Options, make_text_dataset, split_text
+from lockstep.data.validation_split import get_validation_fraction
 from lockstep.errors import DataError, TrainingError, convert_error
 
 _FILE: Final = Path(__file__).with_name("shakespeare.txt.bz2")
@@ -16,7 +17,8 @@ _SHA256: Final = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
     """Open the dataset. The options are the same as for the dataset `text`."""
-    return make_text_dataset(request.name, *split_text(load_shakespeare().decode(), options.validation), options)
+    fraction = get_validation_fraction("shakespeare", options.validation)
+    return make_text_dataset(request.name, *split_text(load_shakespeare().decode(), fraction), options)
 
 
 def load_shakespeare(file: Path = _FILE) -> bytes:
