@@ -5,6 +5,7 @@ that each of them is computed with.
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -272,3 +273,70 @@ def test_a_layer_that_one_pass_of_a_step_calls_counts_in_that_pass_alone(momentu
             close = {"rtol": 2e-6, "atol": 1e-6} if "running" in key else {"rtol": 0, "atol": 0}
             torch.testing.assert_close(found[key], each, **close)
         assert found["G.1.num_batches_tracked"] == 6
+
+
+def normalizing() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 13), nn.BatchNorm1d(13), nn.ReLU(), nn.Linear(13, 1))
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def train_plainly(model: nn.Module, steps: Sequence[Tensor], decay: Callable[[nn.Module, int], None]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, x in enumerate(steps):
+        decay(model, number)
+        optimizer.zero_grad()
+        squares(model, x).backward()
+        optimizer.step()
+
+
+def assert_same_training(found: nn.Module, expected: nn.Module) -> None:
+    for key, each in expected.state_dict().items():
+        close = {"rtol": 2e-6, "atol": 1e-6} if "running" in key else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(found.state_dict()[key], each, **close)
+    assert found[1].momentum == expected[1].momentum
+
+
+def decayed(model: nn.Module, number: int) -> None:
+    model[1].momentum *= 0.7  # as PointNet's, which also clips it
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_decaying_momentum_keeps_the_statistics_of_its_script(inside: bool) -> None:
+    with joined() as run:
+        model, plain, batches = normalizing(), normalizing(), []
+        plain.load_state_dict(model.state_dict())
+        run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in run.steps(TensorDataset(inputs(6)), batch=16, microbatches=1, epochs=2):
+            if not inside:
+                decayed(model, step.number)
+            for (x,) in step:
+                if inside:
+                    decayed(model, step.number)
+                batches.append(x.clone())
+                step.backward(mean=squares(model, x))
+            step.update()
+        train_plainly(plain, batches, decayed)
+        assert_same_training(model, plain)
+
+
+def test_copies_of_a_model_have_its_momentum_and_start_another_phase() -> None:
+    batches, phases = [], []
+    model = normalizing()
+    plain = deepcopy(model)
+    for _ in range(2):
+        with joined() as run:
+            run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for step in run.steps(TensorDataset(inputs(6)), batch=16, microbatches=1, epochs=1):
+                for (x,) in step:
+                    batches.append(x.clone())
+                    step.backward(mean=squares(model, x))
+                step.update()
+            phases.append(deepcopy(model))
+        model = deepcopy(model)
+    train_plainly(plain, batches[:3], lambda *_: None)
+    assert_same_training(phases[0], plain)
+    train_plainly(plain, batches[3:], lambda *_: None)
+    assert_same_training(phases[1], plain)

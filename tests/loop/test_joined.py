@@ -748,6 +748,19 @@ def test_a_model_that_is_compiled_in_place_is_refused():
         run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def test_a_model_of_an_earlier_run_is_refused_and_its_copy_is_not():
+    model = nn.Sequential(nn.Linear(3, 3))
+    with joined() as run:
+        run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with joined() as run:
+        with pytest.raises(
+            lockstep.UsageError, match=r"run.place: the model is already placed by an earlier run.place .*; pass a copy"
+        ):
+            run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        copied = deepcopy(model)
+        run.place(copied, torch.optim.SGD(copied.parameters(), lr=0.1))
+
+
 def test_a_figure_that_is_no_number_is_refused_with_its_line():
     with (
         pytest.raises(lockstep.UsageError, match=r"run\.log: could not convert .*test_joined\.py:\d+\)"),

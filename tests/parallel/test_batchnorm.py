@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.errors import UsageError
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.blocks import enable_recomputation
 
@@ -85,7 +86,7 @@ def test_what_one_layer_keeps_for_backward_is_not_touched_by_another_that_writes
     model[1].running_mean.copy_(torch.ones(CHANNELS))
     model[1].num_batches_tracked.add_(1)
     outputs.square().sum().backward()  # which torch refuses where what it kept has changed since
-    statistics = running.get_weighted_statistics(1)[:-2].tolist()  # the calls of the two layers are last
+    statistics = running.get_weighted_statistics(1)[:-6].tolist()  # the calls of the two layers are last
     assert statistics.count(1.0) == 3 + CHANNELS  # variances that began as 1, and what was written
 
 
@@ -192,6 +193,87 @@ def test_several_calls_in_a_micro_batch_move_them_as_torch_does(momentum: float 
         torchs(inputs)
     _assert_close(ours, torchs)
     assert ours.layer.num_batches_tracked == 4 * times
+
+
+@pytest.mark.parametrize("make", [nn.BatchNorm2d, partial(nn.InstanceNorm2d, track_running_stats=True)])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_momentum_that_changes_between_steps_moves_them_as_torch_does(
+    make: Callable[[int], nn.Module], times: int
+) -> None:
+    ours, torchs = (Repeated(make(CHANNELS), times) for _ in "ab")
+    running = RunningStatistics(ours)
+    for number, momentum in enumerate([0.5, 0.35, 0.0, 1, None, 0.1, 0.1 * 0.7**4, None, 0.0, 0.3]):
+        [inputs] = _inputs([6], number)
+        ours.layer.momentum = torchs.layer.momentum = momentum
+        _step(ours, running, [inputs])
+        ours.layer.momentum = 0.9  # for the next step
+        torchs(inputs)
+        _assert_close(ours, torchs)
+
+
+def test_a_constant_momentum_is_exact_for_any_sizes_of_micro_batches() -> None:
+    """The vector has the momentum times the samples of those micro-batches that called the layer."""
+    model = Repeated(nn.BatchNorm2d(CHANNELS, momentum=0.1), 1)
+    running = RunningStatistics(model)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    total = torch.zeros(running.size, dtype=torch.float64)
+    for number, inputs in enumerate(_inputs([7, 5, 3, 1, 6])):
+        running.before_forward()
+        model(inputs) if number % 2 else None
+        total += running.get_weighted_statistics(len(inputs))
+    mean = total / 22
+    running.finish_step(True, mean)
+    for name, observed in (("layer.running_mean", mean[:3]), ("layer.running_var", mean[4:7])):
+        assert torch.equal(model.get_buffer(name), before[name].lerp(observed.float(), 0.1))
+
+
+def test_a_rank_that_does_not_call_a_layer_moves_it_by_the_momentum_of_the_others() -> None:
+    models = [Branches() for _ in "ab"]
+    models[1].load_state_dict(models[0].state_dict())
+    ranks = [RunningStatistics(model) for model in models]
+    for rank, model in zip(ranks, models, strict=True):
+        model.used.momentum = model.left_out.momentum = 0.25
+        rank.before_forward()
+    models[0].used(_inputs([4])[0])
+    models[1].left_out(_inputs([4])[0])
+    mean = sum(rank.get_weighted_statistics(4) for rank in ranks) / 8
+    for model, rank, momentum in zip(models, ranks, (0.5, 0.75), strict=True):
+        model.used.momentum = model.left_out.momentum = momentum  # for the next step
+        rank.finish_step(True, mean)
+    for name, expected in models[0].named_buffers():
+        assert torch.equal(models[1].get_buffer(name), expected), name
+    first, _ = _moments(_inputs([4])[0])
+    torch.testing.assert_close(models[1].used.running_mean, (0.25 * first / 2).float())
+
+
+@pytest.mark.parametrize("within", ["a micro-batch", "a step"])
+def test_a_momentum_that_changes_within_a_step_is_refused(within: str) -> None:
+    model = nn.Sequential(nn.ReLU(), nn.BatchNorm2d(CHANNELS, momentum=None))
+    running = RunningStatistics(model)
+    [inputs] = _inputs([4])
+    running.before_forward()
+    model(inputs)
+    _without_momentum(model[1], inputs)  # which is no change
+    if within == "a step":
+        running.get_weighted_statistics(4)
+        running.before_forward()
+    model[1].momentum = 0.2
+    with pytest.raises(UsageError, match=r"the momentum of 1 changes from None to 0.2 within a step.*; change the"):
+        model(inputs)
+    running.restore()
+    _step(model, running, [inputs])  # the next step has a momentum of its own
+
+
+def test_code_around_a_layer_sees_its_own_momentum() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(CHANNELS, momentum=0.3))
+    seen = []
+    model[0].register_forward_hook(lambda layer, _inputs, _outputs: seen.append(layer.momentum))
+    running = RunningStatistics(model)
+    _step(model, running, _inputs([4, 2]))
+    running.before_forward()
+    with pytest.raises(ValueError, match="expected 4D"):
+        model(torch.ones(2))
+    assert [*seen, model[0].momentum] == [0.3, 0.3, 0.3]
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -364,6 +446,25 @@ def test_a_copy_of_a_layer_is_not_observed(copy: Callable[[nn.Module], nn.Module
     assert copied.num_batches_tracked == 3
 
 
+@pytest.mark.parametrize("copy", [deepcopy, lambda model: pickle.loads(pickle.dumps(model))])  # noqa: S301
+@pytest.mark.parametrize("momentum", [0.1, 0.0, None])
+def test_a_copy_of_a_layer_moves_its_statistics_as_torch_does(
+    copy: Callable[[nn.Module], nn.Module], momentum: float | None
+) -> None:
+    """As does the layer itself, after its last step."""
+    ours, torchs = nn.BatchNorm2d(CHANNELS, momentum=momentum), nn.BatchNorm2d(CHANNELS, momentum=momentum)
+    running = RunningStatistics(ours)
+    first, second = _inputs([6, 6])
+    _step(ours, running, [first])
+    torchs(first)
+    copied = copy(ours)
+    for layer in (ours, copied, torchs):
+        layer(second)
+    _assert_close(copied, torchs)
+    _assert_close(ours, torchs)
+    assert copied.momentum == ours.momentum == momentum
+
+
 def test_user_code_that_compiles_by_itself_observes_its_last_call() -> None:
     layer, expected = nn.BatchNorm2d(CHANNELS, momentum=None), nn.BatchNorm2d(CHANNELS, momentum=None)
     running = RunningStatistics(layer)
@@ -374,4 +475,21 @@ def test_user_code_that_compiles_by_itself_observes_its_last_call() -> None:
         twice(inputs)
         running.finish_step(True, running.get_weighted_statistics(1))
         expected(2 * inputs)
+    _assert_close(layer, expected)
+
+
+def test_user_code_that_compiles_by_itself_sees_a_changed_momentum() -> None:
+    layer, expected = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
+    running = RunningStatistics(layer)
+    compiled = torch.compile(lambda inputs: layer(inputs), backend="eager", fullgraph=True)
+    for number, momentum in enumerate([0.5, 0.25, 0.0, None, 0.1]):
+        [inputs] = _inputs([4], number)
+        layer.momentum = expected.momentum = momentum
+        running.before_forward()
+        compiled(inputs)
+        running.finish_step(True, running.get_weighted_statistics(1))
+        expected(inputs)
+        assert layer.momentum == momentum
+    compiled(inputs)  # after the last step
+    expected(inputs)
     _assert_close(layer, expected)

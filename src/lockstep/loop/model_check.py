@@ -75,6 +75,11 @@ def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
     for name, module in model.named_modules():
         for kind in {base.__name__ for base in type(module).__mro__} & _WRAPPERS.keys():
             raise make_refusal(f"run.place: {name or 'the model'} is wrapped in {kind}", _WRAPPERS[kind])
+        if isinstance(module._compiled_call_impl, partial):  # set by Gate.wrap_calls
+            raise make_refusal(
+                f"run.place: {name or 'the model'} is already placed by an earlier run.place",
+                "pass a copy, such as copy.deepcopy(model), and a new optimizer",
+            )
         if module._compiled_call_impl is not None:
             raise make_refusal(
                 f"run.place: {name or 'the model'} is already compiled by Module.compile()",

@@ -6,11 +6,13 @@ these batch statistics together with the loss, as one vector.
 
 A step has these phases:
 
-1. All layers have momentum 1, and their buffers are views of one scratch vector. Before each forward pass, the scratch
-   vector is reset to the running statistics, so the statistics of a layer that isn't called don't change.
-2. In the forward pass, torch's kernel overwrites the buffers with the batch statistics, because the momentum is 1.
+1. The buffers of all layers are views of one scratch vector. Before each forward pass, the scratch vector is reset to
+   the running statistics, so the statistics of a layer that isn't called don't change.
+2. In the forward pass, torch's kernel overwrites the buffers with the batch statistics, because each layer has momentum
+   1 during its own forward pass.
 3. After the forward pass, Lockstep multiplies the scratch vector by the number of samples and adds it to the reduction
-   tree.
+   tree. The vector also contains the momentum of each layer that was called, because user code can change it, and a
+   rank may not call a layer that other ranks call.
 4. After the update, the running statistics, which are stored in a separate vector, move toward the mean of the step.
    Then they are copied back to the buffers. If the step was skipped because its loss or gradient isn't finite, the
    running statistics don't change.
@@ -31,62 +33,65 @@ running statistics, which stay constant. InstanceNorm layers that track statisti
 
 from collections.abc import Callable
 from functools import partial
+from operator import mul
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+
+from lockstep.common.user_code import make_refusal
 
 
 @final
 class RunningStatistics:
     """The running statistics of all layers that track them in training, as one float32 vector of length `size`.
 
-    The model must be in training mode. The last elements of the vector are the number of calls of each layer, which is
-    0 for layers that don't count their batches. Pass `count_calls=False` for compiled models, and if the forward passes
-    of several micro-batches run interleaved. Each layer is then assumed to be called once per micro-batch, and only its
-    last call is observed.
+    The model must be in training mode. The last elements of the vector are three values for each layer: the number of
+    calls, which is 0 for layers that don't count their batches, whether a call changed the statistics, and its momentum
+    (see `_encode_momentum`). Pass `count_calls=False` for compiled models, and if the forward passes of several
+    micro-batches run interleaved. Each layer is then assumed to be called once per micro-batch with its current
+    momentum, and only its last call is observed.
     """
 
     def __init__(self, model: nn.Module, *, count_calls: bool = True) -> None:
-        self._layers = [
-            m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and _tracks_statistics(m)
-        ]
+        layers = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.modules.batchnorm._NormBase) and _tracks_statistics(module)
+        }
+        self._names, self._layers = [*layers], [*layers.values()]
         buffers = [buffer for layer in self._layers for buffer in _get_buffers(layer)]
         padded_buffers = [_pad(buffer) for buffer in buffers]
         self._calls_offset = sum(map(len, padded_buffers))  # index of the first call count in the vector
-        calls = [padded_buffers[0].new_zeros(len(self._layers))] if buffers else []
-        self._scratch = torch.cat([*padded_buffers, *calls]) if buffers else torch.empty(0)
+        call_values = [padded_buffers[0].new_zeros(3 * len(self._layers))] if buffers else []
+        self._scratch = torch.cat([*padded_buffers, *call_values]) if buffers else torch.empty(0)
         self._running = self._scratch.clone()
         batches = torch.tensor([[int(_get_counter(layer)), 0] for layer in self._layers], device=self._scratch.device)
         self._batches = batches[:, 0] if self._layers else batches
         self._batches_so_far = self._batches.double()
         self._counts_batches = [isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in self._layers]
-        # The momentum of each statistic. If a BatchNorm layer has no momentum, it averages all batches so far, and
-        # `finish_step` sets the momentum.
-        self._rates = (
-            torch.cat([*(_make_momentum_vector(layer) for layer in self._layers), *calls])
-            if buffers
-            else torch.empty(0)
-        )
-        # Only BatchNorm averages without a momentum. InstanceNorm without a momentum never changes its statistics.
-        self._averaging_layers = [
-            n for n, layer in enumerate(self._layers) if layer.momentum is None and self._counts_batches[n]
-        ]
-        self._retained_fractions = [1.0 - (layer.momentum or 0.0) for layer in self._layers]
+        # The index of the layer of each element of the vector, and the number of layers for all other elements.
+        self._layer_indices = torch.full((len(self._scratch),), len(self._layers), device=self._scratch.device)
         self._regions: list[slice] = []
         self._move_buffers_to_scratch()
         self.size = len(self._scratch)
         self._count_calls = count_calls
         self._observing = False  # whether to record the statistics of the forward pass in progress
+        # By layer, for the current micro-batch: the number of calls, and the momentum of the calls that change the
+        # statistics, or 0 if there is no such call.
         self._calls = [0] * len(self._layers)
-        self._uncalled = [0] * len(self._layers)
-        self._calls_in_scratch = self._uncalled
+        self._momenta = [0.0] * len(self._layers)
+        self._step_momenta = [0.0] * len(self._layers)  # the same for all micro-batches of the step on this rank
+        self._values_in_scratch = [*self._calls], [*self._momenta]
         # Buffers for second and later calls, by layer, call number and device. `_written` lists the buffers in use.
         self._extra_buffers: dict[tuple[int, int, torch.device], Tensor] = {}
         self._written: list[tuple[int, Tensor]] = []
-        if count_calls:
-            for number, layer in enumerate(self._layers):
+        self._fixed_momenta = [_encode_momentum(layer) for layer in self._layers]
+        for number, layer in enumerate(self._layers):
+            if count_calls:
                 layer.forward = _ObservedForward(self, number, layer)
+            else:
+                layer.momentum = 1.0
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -110,7 +115,8 @@ class RunningStatistics:
         """
         if self.size:
             self._scratch.copy_(self._running)
-            self._calls[:] = self._uncalled
+            self._calls[:] = [0] * len(self._layers)
+            self._momenta[:] = [0.0] * len(self._layers)
             self._observing = True
             self._reset_extra_buffers()
 
@@ -119,14 +125,15 @@ class RunningStatistics:
         self._observing = False
         if self._written:
             self._combine_calls()
-        calls = self._calls if self._count_calls else [int(layer.training) for layer in self._layers]
-        if calls != self._calls_in_scratch:
-            self._calls_in_scratch = [*calls]
-            counted_calls = [
-                count * counts_batches for count, counts_batches in zip(calls, self._counts_batches, strict=True)
-            ]
-            for vector in (self._running, self._scratch):  # kept until the call counts change
-                vector[self._calls_offset :] = torch.tensor(counted_calls, dtype=vector.dtype)
+        calls, momenta = self._calls, self._momenta
+        if not self._count_calls:
+            calls = [int(layer.training) for layer in self._layers]
+            momenta = [*map(mul, calls, self._fixed_momenta)]
+        if (calls, momenta) != self._values_in_scratch:
+            self._values_in_scratch = [*calls], [*momenta]
+            values = [*map(mul, calls, self._counts_batches), *(momentum != 0 for momentum in momenta), *momenta]
+            for vector in (self._running, self._scratch):  # kept until the values change
+                vector[self._calls_offset :] = torch.tensor(values, dtype=vector.dtype)
         return self._scratch.double().mul_(samples)
 
     def pack_with_loss(self, loss: Tensor, samples: int, *extra_vectors: Tensor) -> Tensor:
@@ -148,20 +155,21 @@ class RunningStatistics:
         if not self.size:
             return
         if applied:
+            calls, moved, momenta = mean[self._calls_offset :].view(3, -1)
             # The mean number of calls can be fractional, because micro-batches can call a layer different numbers of
             # times. Round up, so that a layer that any micro-batch called has at least one call.
-            calls = mean[self._calls_offset :].ceil()
-            self._batches_so_far += calls
-            for number in self._averaging_layers:
-                batches = self._batches_so_far[number].float()
-                self._rates[self._regions[number]] = torch.where(calls[number] > 0, 1.0 / batches, 0.0)
+            self._batches_so_far += calls.ceil()
+            rates = (momenta / moved).float()  # some micro-batches may not call the layer
+            rates = torch.where(rates < 0, 1.0 / self._batches_so_far.float(), rates)
+            rates = torch.where(moved > 0, rates, 0.0)
             # If a layer wasn't called, its mean is the running statistic r: lerp_ computes r + momentum * (r - r) = r.
-            self._running.lerp_(mean.float(), self._rates)
+            self._running.lerp_(mean.float(), nn.functional.pad(rates, (0, 1))[self._layer_indices])
         self.restore()
 
     def restore(self) -> None:
         """Copy the running statistics back to the layers, and discard the batch statistics of the last forward pass."""
         self._observing = False
+        self._step_momenta[:] = [0.0] * len(self._layers)
         self._scratch.copy_(self._running)
         self._batches.copy_(self._batches_so_far)
 
@@ -172,9 +180,9 @@ class RunningStatistics:
 
     def _move_buffers_to_scratch(self) -> None:
         start = 0
-        for layer, batches in zip(self._layers, self._batches, strict=True):
+        for number, (layer, batches) in enumerate(zip(self._layers, self._batches, strict=True)):
             region = slice(start, start + 2 * _padded_width(layer.num_features))
-            layer.momentum = 1.0
+            self._layer_indices[region] = number
             layer.running_mean, layer.running_var = _split_statistics(self._scratch[region], layer.num_features)
             layer.num_batches_tracked = batches.data
             self._regions.append(region)
@@ -187,14 +195,34 @@ class RunningStatistics:
         layer = self._layers[number]
         if not (self._observing and layer.training and layer.track_running_stats):
             return forward(*inputs, **kwargs)
-        if torch._C._current_graph_task_id() != -1:  # a recomputation in a backward pass
+        compiling = torch.compiler.is_compiling()
+        if not compiling and torch._C._current_graph_task_id() != -1:  # a recomputation in a backward pass
             return self._call_with_extra_buffers(number, 0, forward, inputs, kwargs)
-        self._calls[number] = calls = self._calls[number] + 1
-        if calls == 1 or layer.momentum != 1.0:  # user code can set the momentum to 0 to freeze the statistics
+        # In a model that user code compiles, count one call per micro-batch.
+        self._calls[number] = calls = 1 if compiling else self._calls[number] + 1
+        momentum = _encode_momentum(layer)
+        if momentum == 0:  # user code can set the momentum to 0 to freeze the statistics
             return forward(*inputs, **kwargs)
+        if not compiling:
+            self._check_momentum(number, momentum)
+        self._momenta[number] = momentum
+        if calls == 1:
+            return _call_with_momentum_1(layer, forward, inputs, kwargs)
         outputs = self._call_with_extra_buffers(number, calls, forward, inputs, kwargs)
         self._written.append((number, self._extra_buffers[number, calls, self._running.device]))
         return outputs
+
+    def _check_momentum(self, number: int, momentum: float) -> None:
+        """Raise UsageError if an earlier call of layer `number` in this step had a different momentum."""
+        if self._step_momenta[number] not in (0.0, momentum):
+            earlier, current = (None if value < 0 else value for value in (self._step_momenta[number], momentum))
+            raise make_refusal(
+                f"the momentum of {self._names[number] or 'the model'} changes from {earlier} to {current} within a "
+                f"step, but its running statistics move once per step",
+                "change the momentum before the first forward pass of a step; set it to 0 around calls that must not "
+                "change the running statistics",
+            )
+        self._step_momenta[number] = momentum
 
     def _call_with_extra_buffers(
         self,
@@ -216,7 +244,7 @@ class RunningStatistics:
         buffers = _get_buffers(layer)
         layer.running_mean, layer.running_var = _split_statistics(self._extra_buffers[key], layer.num_features)
         try:
-            return forward(*inputs, **kwargs)
+            return _call_with_momentum_1(layer, forward, inputs, kwargs)
         finally:
             layer.running_mean, layer.running_var = buffers
 
@@ -226,7 +254,7 @@ class RunningStatistics:
             region = self._regions[number]
             observed = self._scratch[region]
             statistics = statistics.to(observed.device)
-            observed.sub_(self._running[region]).mul_(self._retained_fractions[number]).add_(statistics)
+            observed.sub_(self._running[region]).mul_(1.0 - max(self._momenta[number], 0.0)).add_(statistics)
         self._reset_extra_buffers()
 
     def _reset_extra_buffers(self) -> None:
@@ -245,9 +273,6 @@ class _ObservedForward:
         self._forward: Callable[..., Tensor] = layer.forward
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Tensor:
-        if torch.compiler.is_compiling():  # in a model that user code compiles, count one call per micro-batch
-            self._running._calls[self._number] = 1
-            return self._forward(*inputs, **kwargs)
         return self._running._call_layer(self._number, self._forward, inputs, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -292,6 +317,26 @@ def _pad(buffer: Tensor) -> Tensor:
     return nn.functional.pad(buffer.flatten().float(), (0, _padded_width(buffer.numel()) - buffer.numel()))
 
 
-def _make_momentum_vector(layer: nn.modules.batchnorm._NormBase) -> Tensor:
-    mean, _ = _get_buffers(layer)
-    return mean.new_full((2 * _padded_width(layer.num_features),), layer.momentum or 0.0, dtype=torch.float32)
+def _encode_momentum(layer: nn.modules.batchnorm._NormBase) -> float:
+    """Return the momentum of a layer, 0 if its calls don't change its statistics, or -1 if it averages all batches.
+
+    Without a momentum, BatchNorm averages, and InstanceNorm never changes its statistics.
+    """
+    if layer.momentum is None:
+        return -1.0 if isinstance(layer, nn.modules.batchnorm._BatchNorm) else 0.0
+    return layer.momentum
+
+
+def _call_with_momentum_1(
+    layer: nn.modules.batchnorm._NormBase,
+    forward: Callable[..., Tensor],
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Call the original forward method of a layer with momentum 1, so that the buffers become the batch statistics."""
+    momentum = layer.momentum
+    object.__setattr__(layer, "momentum", 1.0)  # nn.Module.__setattr__ takes 1 us longer
+    try:
+        return forward(*inputs, **kwargs)
+    finally:
+        object.__setattr__(layer, "momentum", momentum)
