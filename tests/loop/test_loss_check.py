@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from one_process import joined
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from lockstep.errors import UsageError
 from lockstep.loop.loss_check import LossCheck
@@ -35,11 +37,12 @@ def check(
     weight: int | None = None,
     batch: Any = None,
     step_weight: int = 0,
-) -> None:
+    careful: bool = False,
+) -> bool:
     """Check a loss of what a model returns for a micro-batch of so many samples."""
     outputs = nn.Linear(3, 5)(torch.ones(samples, 3))
     microbatch = MicroBatch(0, batch, samples, samples if weight is None else weight)
-    (seen or LossCheck(warn=no_warning)).check(
+    return (seen or LossCheck(warn=no_warning)).check(
         step,
         loss(outputs),
         microbatch,
@@ -48,6 +51,7 @@ def check(
         mean=mean,
         has_weights=weight is not None,
         step_weight=step_weight,
+        careful=careful,
     )
 
 
@@ -337,6 +341,53 @@ def test_means_over_counts_that_are_not_proportional_to_the_samples_are_asked_fo
     [line] = lines
     assert "a mean over 60 values" in line
     assert "and over 20 values in the previous one" in line
+
+
+def test_counts_that_differ_only_in_a_later_step_are_warned_of_once_in_a_careful_one() -> None:
+    lines: list[str] = []
+    seen = LossCheck(warn=lines.append)
+
+    def of(length: int, step: int, *, careful: bool = False) -> None:
+        check(lambda x: x[:, None].repeat(1, length, 1).mean(), seen=seen, step=step, mean=True, careful=careful)
+
+    for step, lengths, careful in [(1, (2, 2), True), (2, (2, 3), False), (3, (2, 2), True), (4, (3, 3), True)]:
+        for length in lengths:
+            of(length, step, careful=careful)
+    assert not lines
+    for step in (5, 6):
+        for length in (2, 3):
+            of(length, step, careful=True)
+    [line] = lines
+    assert line.startswith("step 5: the loss is a mean over 60 values")
+    assert "and over 40 values in the previous one" in line
+
+
+def test_a_loop_is_warned_of_counts_that_first_differ_in_its_second_step(capsys: pytest.CaptureFixture[str]) -> None:
+    targets = torch.arange(32) % 3
+    targets[17:20] = -100
+    with joined() as run:
+        model = nn.Linear(3, 5)
+        model, _ = run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        dataset = TensorDataset(torch.ones(32, 3), targets)
+        for step in run.steps(dataset, batch=16, microbatches=2, epochs=2, order="sequential"):
+            for x, y in step:
+                step.backward(mean=F.cross_entropy(model(x), y))
+            step.update()
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "values of a micro-batch" in line]
+    assert line.startswith("warning: step 2: the loss is a mean over 5 values of a micro-batch of 8 samples")
+
+
+def test_a_mean_over_what_a_mask_keeps_is_not_advised_to_count_targets() -> None:
+    [line] = warnings_of(
+        lambda x: (each_entropy(x) * MASK).sum() / MASK.sum(), mean=True, batch=(torch.ones(4, 3), TARGETS)
+    )
+    assert line.endswith("weight= with a function of a batch that returns an integer proportional to the count")
+
+
+def test_a_form_is_new_once() -> None:
+    seen = LossCheck(warn=no_warning)
+    assert [check(entropy, seen=seen, step=step) for step in (1, 1, 2)] == [True, False, False]
+    assert check(lambda x: entropy(x) + entropy(-x), seen=seen, step=3)
 
 
 def test_a_loss_of_another_form_is_looked_at_in_any_step() -> None:

@@ -954,6 +954,30 @@ def learned_weights_outside(run):
         step.backward(sum=(torch.exp(-uncertainty) * losses + uncertainty).sum())  # <-
 
 
+@refused("the loss depends on a tensor of shape [2] that requires a gradient, was modified since")
+def learned_tensor_outside(run):
+    """The same as a plain tensor, with an optimizer of its own."""
+    uncertainty = torch.zeros(2, requires_grad=True)
+    own = torch.optim.SGD([uncertainty], lr=0.1)
+    model, _ = placed(run)
+    for step in even(run):
+        for x, y in step:
+            outputs = model(x)
+            losses = torch.stack([summed(outputs, y), outputs.square().sum()])
+            step.backward(sum=(torch.exp(-uncertainty) * losses + uncertainty).sum())  # <-
+        step.update()
+        own.step()
+
+
+@alike
+def points_outside(run):
+    """Inputs that require a gradient, as those of a differential equation, which nothing trains."""
+    points = torch.linspace(-1, 1, 42).view(7, 6).requires_grad_()
+    model, _ = placed(run)
+    for step, x, y in micro_batches(steps(run, epochs=2)):
+        step.backward(sum=summed(model(x), y) + len(x) * model(points).square().mean())
+
+
 @alike
 def learned_weights_inside(run):
     class Weighted(Parts):

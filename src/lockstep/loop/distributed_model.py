@@ -23,7 +23,7 @@ from lockstep.errors import TrainingError, UsageError
 from lockstep.loop.chunk_check import FirstCallCheck
 from lockstep.loop.guard import Guard, NoGuard
 from lockstep.loop.member import Member
-from lockstep.loop.model import describe_structure
+from lockstep.loop.model import StrayModuleCheck, describe_structure
 from lockstep.loop.model_check import (
     UserParamGroups,
     get_base_rate,
@@ -102,6 +102,7 @@ class PlacedModel:
     modes: ModuleModes
     placed_in_evaluation: bool  # whether the model was in evaluation mode when the script called `run.place`
     guard: Guard | NoGuard
+    stray_check: StrayModuleCheck
     audit: Audit
 
     @property
@@ -301,6 +302,7 @@ def place_model(
         modes=ModuleModes(model, eval_module_names),
         placed_in_evaluation=placed_in_evaluation,
         guard=guard,
+        stray_check=StrayModuleCheck(model, engine.gathered_shards),
         audit=Audit(engine, world, log, every),
     )
 

@@ -10,7 +10,7 @@ from lockstep.core.batch import get_tensors
 from lockstep.core.order import Step
 from lockstep.loop.distributed_model import PlacedModel
 from lockstep.loop.examination import Examination
-from lockstep.loop.model import Gate, StrayModuleCheck
+from lockstep.loop.model import Gate
 from lockstep.tasks.base import MicroBatch
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
@@ -30,20 +30,21 @@ class ForwardContext:
         self._gate = gate
         self._examination = examination
         self._context: AbstractContextManager[None] | None = None
-        self._stray_check: StrayModuleCheck | None = None
+        self._checks_modules = False  # whether module calls are checked in this micro-batch
         self._versions: dict[int, list[int]] = {}  # the version counters of each micro-batch's tensors, by id
 
     def enter(
         self,
         microbatch: MicroBatch,
-        stray_check: StrayModuleCheck | None,
         *,
+        checks_modules: bool,
         is_extra: bool,
         is_first: bool,
         iteration: int,
     ) -> None:
         """Begin a micro-batch of the step.
 
+        - `checks_modules`: Whether the stray check is open.
         - `is_extra`: Whether an audit added this micro-batch to the step.
         - `is_first`: Whether this is the first micro-batch of the current iteration over the step.
         - `iteration`: The index of the current iteration. A step has one iteration per update.
@@ -51,7 +52,7 @@ class ForwardContext:
         number, engine = self._step.number + 1, self._placed.engine
         if self._examination is not None and not is_extra:
             self._examination.start_observing(microbatch, iteration)
-        self.microbatch, self._stray_check = microbatch, stray_check
+        self.microbatch, self._checks_modules = microbatch, checks_modules
         forward = engine.forward_extra if is_extra else engine.forward
         self._context = forward(microbatch, self._step)
         self._context.__enter__()
@@ -68,11 +69,14 @@ class ForwardContext:
                 "create new tensors, such as x = x + noise instead of x += noise",
             )
 
-    def check_loss(self, *losses: Tensor) -> None:
-        """Raise UsageError if a loss of the micro-batch depends on a parameter outside the placed model."""
-        if self._stray_check is not None:
+    def check_loss(self, *losses: Tensor, is_new_form: bool) -> None:
+        """Raise UsageError if a loss of the micro-batch depends on something trained outside the placed model.
+
+        Checks the losses if they have a new form, or if module calls are checked in this micro-batch.
+        """
+        if self._checks_modules or is_new_form:
             for loss in losses:
-                self._stray_check.check_parameters(self._step.number + 1, loss)
+                self._placed.stray_check.check_loss(self._step.number + 1, loss)
         if self._examination is not None:
             self._examination.record_loss(*losses)
 
@@ -83,8 +87,8 @@ class ForwardContext:
         """
         context, self._context, self._gate.open = self._context, None, False
         self._gate.output_nodes.clear()
-        if self._stray_check is not None:
-            self._stray_check.close()
+        if self._checks_modules:
+            self._placed.stray_check.close()
         if context is not None and early:
             context.__exit__(GeneratorExit, GeneratorExit(), None)
         elif context is not None:

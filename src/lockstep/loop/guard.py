@@ -114,7 +114,7 @@ _LOSS_ADVICE: Final = (
     "compute a penalty on the weights in the model's forward, set weight_decay in the optimizer, or use strategy ddp, "
     "zero1 or zero2"
 )
-# The guard runs its expensive checks in the first 8 updates, and in every 16th update after that.
+# Expensive checks run after the first 8 updates, and after every 16th update.
 _CAREFUL_UPDATES: Final = 8
 _CAREFUL_INTERVAL: Final = 16
 _TORCH_DATA: Final[Any] = TensorBase.data
@@ -261,7 +261,7 @@ class Guard:
         """
         if weights_changed:
             self._backward_has_run = False
-            self._careful = self._updates <= _CAREFUL_UPDATES or not self._updates % _CAREFUL_INTERVAL
+            self._careful = is_careful(self._updates)
             self._versions = [tensor._version for tensor in self._tensors]
         if modes:
             self._modes = [module.training for module in self._modules]
@@ -516,6 +516,11 @@ class _DataDescriptor:
             if (guard := reference()) is not None:
                 guard.reject_data_assignment(tensor)
         _TORCH_DATA.__set__(tensor, value)
+
+
+def is_careful(count: int) -> bool:
+    """Return whether to run expensive checks after `count` updates or steps of this process."""
+    return count <= _CAREFUL_UPDATES or not count % _CAREFUL_INTERVAL
 
 
 def _find_uncounted_buffers(model: nn.Module) -> Iterator[Tensor]:

@@ -6,7 +6,8 @@ reduction, the check raises an error. If the graph is ambiguous, the check warns
 Only a division can turn a sum into a mean. A multiplication, such as by 1 / n, counts as a deliberate scale.
 
 In the first step, the check analyzes the loss of every micro-batch. In later steps, it only analyzes a loss whose last
-few operations it hasn't seen before.
+few operations it hasn't seen before. In some of them, it also compares the numbers of values that the means average,
+which can differ for the first time.
 """
 
 import math
@@ -71,14 +72,18 @@ class LossCheck:
         mean: bool,
         has_weights: bool = False,
         step_weight: int = 0,
-    ) -> None:
-        """Raise UsageError if `loss` isn't a 0-dim tensor with an autograd graph, or clearly has the wrong reduction.
+        careful: bool = False,
+    ) -> bool:
+        """Check a loss, and return whether it has a new form, i.e. whether its last operations are new.
+
+        Raises UsageError if `loss` isn't a 0-dim tensor with an autograd graph, or clearly has the wrong reduction.
 
         - `mean`: Whether the loss was passed as a mean over the micro-batch, and not as a sum.
         - `microbatches`: The number of micro-batches in the step.
         - `output_nodes`: The graph nodes of the model's outputs for this micro-batch.
         - `has_weights`: Whether the script passed `weight` to `run.steps`.
         - `step_weight`: The weight of the whole step, or 0 if it isn't known.
+        - `careful`: Whether to compare the counts of a mean even if its form is known.
         """
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             received = f"a {type(loss).__name__}"
@@ -98,19 +103,24 @@ class LossCheck:
                 "loss.backward()",
             )
         if not microbatch.weight:
-            return  # the mean of an empty micro-batch is nan, and its graph contains no counts
+            return False  # the mean of an empty micro-batch is nan, and its graph contains no counts
         self._first_step = self._first_step or step
         ending = (mean, *_list_last_operations(root))
-        if ending in self._checked_endings and step != self._first_step:
-            return
+        is_new = ending not in self._checked_endings
+        is_single = microbatch.num_samples == microbatch.weight == 1
+        if not is_new and step != self._first_step:
+            if careful and mean and microbatches > 1 and not is_single and "weight" not in self._warned:
+                graph = _LossGraph(root, microbatch, output_nodes, mean=mean)
+                self._compare_counts(step, graph, microbatches, has_weights)
+            return False
         self._checked_endings.add(ending)
         graph = _LossGraph(root, microbatch, output_nodes, mean=mean)
         if not graph.terms:
-            return
+            return is_new
         self._check_factors(step, graph)
         self._check_division(step, graph)
-        if microbatch.num_samples == microbatch.weight == 1:
-            return  # mean and sum are the same
+        if is_single:
+            return is_new  # mean and sum are the same
         if mean:
             self._check_mean(step, graph, microbatches)
             self._compare_counts(step, graph, microbatches, has_weights)
@@ -118,6 +128,7 @@ class LossCheck:
             self._check_sum(step, graph, has_weights, step_weight)
         if not mean or microbatches > 1:
             self._warn_about_nonlinear_terms(step, graph)
+        return is_new
 
     @property
     def _loss_description(self) -> str:
@@ -396,7 +407,7 @@ def _suggest_weight(graph: _LossGraph) -> str:
     """Return the `weight` argument to suggest for `run.steps`: a lambda if the loss has an `ignore_index`."""
     for term in graph.terms:
         ignore_index = getattr(term.node, "_saved_ignore_index", None)
-        if ignore_index is None or getattr(term.node, "_saved_weight", None) is not None:
+        if ignore_index is None or term.masks or getattr(term.node, "_saved_weight", None) is not None:
             continue
         name = _find_in_batch(graph.microbatch.batch, term.node._saved_target)
         value = ignore_index - (1 << 64) if ignore_index >= 1 << 63 else ignore_index

@@ -1,6 +1,6 @@
 """Wraps the user's model in a custom loop: checks its calls, converts dtypes, and adds advice to errors."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -9,7 +9,9 @@ from typing import Any, Final, cast, final
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.comm import exchanges
 from lockstep.comm.gathers import CALL_MODEL_ADVICE, CALLED_DIRECTLY
@@ -220,43 +222,67 @@ def _make_early_exit_error(early_ranks: Sequence[int], remaining_ranks: Sequence
 
 @final
 class StrayModuleCheck:
-    """Checks that all trainable modules that user code calls are part of the placed model. Active until `close`."""
+    """Checks that everything that is trained is part of the placed model.
 
-    def __init__(self, model: nn.Module, samples: int = 0, single_sample_note: str = "") -> None:
+    Modules are checked when user code calls them, between `open` and `close`. Other tensors are checked in the graph of
+    a loss.
+    """
+
+    def __init__(self, model: nn.Module, get_gathered: Callable[[], Mapping[Tensor, Tensor]] = dict) -> None:
+        """`get_gathered` returns the weights that a strategy gathered so far, as the keys of a mapping."""
+        self._model = model
+        self._placed_modules = set(model.modules())
+        self._parameters = {*model.parameters()}
+        self._get_gathered = get_gathered
+        self._samples, self._single_sample_note = 0, ""
+        self._hook: RemovableHandle | None = None
+        # The version counter of each tensor outside the model that a loss depended on.
+        self._versions: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
+
+    def open(self, samples: int = 0, single_sample_note: str = "") -> None:
         """Start checking all module calls.
 
         `samples` is the number of samples in the current micro-batch. `single_sample_note` describes a later
-        micro-batch with a single sample, if there is one. In this case, the BatchNorm layers of `model` are checked
+        micro-batch with a single sample, if there is one. In this case, the BatchNorm layers of the model are checked
         too.
         """
-        self._placed_modules = set(model.modules())
-        self._samples = samples
-        self._single_sample_note = single_sample_note
-        self._parameters = {*model.parameters()}
-        self._hooks = [
-            register_module_forward_pre_hook(self._check_module),
-            register_module_forward_hook(self._collect_parameters),
-        ]
+        self._samples, self._single_sample_note = samples, single_sample_note
+        self._hook = register_module_forward_pre_hook(self._check_module)
 
     def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
+        """Stop checking module calls."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
-    def check_parameters(self, step: int, loss: Tensor) -> None:
-        """Raise UsageError if a loss depends on a parameter outside the placed model."""
+    def check_loss(self, step: int, loss: Tensor) -> None:
+        """Raise UsageError if a loss depends on a parameter or a trained tensor outside the placed model.
+
+        A tensor that isn't a parameter can also be an input, whose gradient the script uses. Such a tensor may outlive
+        the micro-batch, but only a trained tensor is modified between two losses.
+        """
+        gathered = self._get_gathered()
         for node in iterate_backward_nodes(loss.grad_fn):
             leaf = node.variable if node.name().startswith("torch::autograd::AccumulateGrad") else None
-            if isinstance(leaf, nn.Parameter) and leaf not in self._parameters:
+            if leaf is None or leaf in self._parameters or leaf in gathered:
+                continue
+            if leaf in {*self._model.parameters()}:  # it replaced a parameter, which the guard rejects
+                continue
+            if isinstance(leaf, nn.Parameter):
                 raise make_refusal(
                     f"step {step}: the loss depends on a parameter of shape {list(leaf.shape)} that is not in the "
                     f"placed model and is not trained",
                     "make it a part of the model that you pass to run.place",
                 )
-
-    def _collect_parameters(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        if module in self._placed_modules:  # during its forward pass, a sharded layer has gathered parameters
-            self._parameters.update(module.parameters())
+            if leaf not in self._versions:
+                self._versions[leaf] = leaf._version
+            elif leaf._version != self._versions[leaf]:
+                raise make_refusal(
+                    f"step {step}: the loss depends on a tensor of shape {list(leaf.shape)} that requires a gradient, "
+                    f"was modified since an earlier step and is not in the placed model",
+                    "if you train it, make it an nn.Parameter of the model that you pass to run.place; if not, create "
+                    "a new tensor in each micro-batch",
+                )
 
     def _check_module(self, module: nn.Module, _inputs: Any) -> None:
         if module in self._placed_modules:

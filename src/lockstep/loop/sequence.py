@@ -11,10 +11,11 @@ from lockstep.loop.call_agreement import SameCallCheck
 from lockstep.loop.distributed_model import PlacedModel
 from lockstep.loop.evaluation import Evaluation
 from lockstep.loop.examination import Examination
+from lockstep.loop.guard import is_careful
 from lockstep.loop.logged_values import LoggedMetrics
 from lockstep.loop.loss_check import LossCheck
 from lockstep.loop.member import Member
-from lockstep.loop.model import Gate, StrayModuleCheck
+from lockstep.loop.model import Gate
 from lockstep.loop.model_modes import find_mode_dependent_layer, is_in_evaluation_mode
 from lockstep.loop.plan import LoopPlan
 from lockstep.loop.seeding import StepSeeder
@@ -54,6 +55,9 @@ class StepSequence:
         # Loss checks, keyed by (index of the update within the step, name of the loss).
         self._loss_checks: dict[tuple[int, str], LossCheck] = {}
         self._num_checked_updates = 0  # the number of updates per step whose module calls are already checked
+        self._num_steps = 0  # the number of steps that this process has begun
+        self._has_new_form = False  # whether a loss of the last step had a new form
+        self._is_careful = True  # whether the current step repeats the checks of the first step
         self._sums = StepSums(self._rank.world)  # the sums of the current step
         self._has_loops = False
         self._draws_key = random.make_key(random.OWN_LOOP, member.settings.seed)
@@ -81,17 +85,20 @@ class StepSequence:
         self._evaluation.warn_if_not_summed()
         self._training_step = training_step
         self._state.forget_save()
+        self._is_careful = self._has_new_form or is_careful(self._num_steps)
+        self._num_steps += 1
         self._step = Step(
             training_step,
             self._gate,
             min(plan.microbatches, training_step.step.samples),
             placed,
-            _make_stray_check=self._make_stray_check,
+            _open_stray_check=self._open_stray_check,
             _get_loss_check=self._get_loss_check,
             _sums=self._sums,
             _seeder=StepSeeder(self._rank.world, self._draws_key, training_step.step.number),
             _audit=audit,
             _examination=examination,
+            _is_careful=self._is_careful,
         )
         placed.guard.mark()
         return self._step
@@ -108,6 +115,7 @@ class StepSequence:
             placed.scheduler.check_saved(self._step.number)
         self._state.check_saved(self._step.number)
         placed.modes.end_step()
+        self._has_new_form = self._step._has_new_form
         self._step = None
         if self._observe is not None:
             assert self._training_step.sums is not None
@@ -164,16 +172,17 @@ class StepSequence:
             self._loss_checks[update_index, name] = LossCheck(self._rank.world.size, self._rank.warn, name)
         return self._loss_checks[update_index, name]
 
-    def _make_stray_check(
-        self, placed: PlacedModel, training_step: TrainingStep, update_index: int
-    ) -> StrayModuleCheck | None:
-        """Return a module check for an update within a step, or None if this rank has already run this check."""
+    def _open_stray_check(self, placed: PlacedModel, training_step: TrainingStep, update_index: int) -> bool:
+        """Start checking module calls before an update within a step. Returns False if this isn't necessary."""
         if self._num_checked_updates > update_index:
-            return None
+            if self._is_careful:
+                placed.stray_check.open()
+            return self._is_careful
         self._num_checked_updates = update_index + 1
         if placed.placed_in_evaluation:
             _check_mode(placed.model)
-        return StrayModuleCheck(placed.model, training_step.microbatches[0].num_samples, self._plan.single_sample_note)
+        placed.stray_check.open(training_step.microbatches[0].num_samples, self._plan.single_sample_note)
+        return True
 
 
 def _check_mode(model: nn.Module) -> None:

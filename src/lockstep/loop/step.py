@@ -22,7 +22,7 @@ from lockstep.loop.losses import (
     make_missing_weights_error,
     parse_named_losses,
 )
-from lockstep.loop.model import Gate, StrayModuleCheck
+from lockstep.loop.model import Gate
 from lockstep.loop.seeding import StepSeeder
 from lockstep.loop.step_pass import StepPass
 from lockstep.loop.step_sums import StepSums
@@ -50,18 +50,19 @@ class Step:
     _gate: Gate
     _num_microbatches: int
     _placed: PlacedModel
-    _make_stray_check: Callable[[PlacedModel, TrainingStep, int], StrayModuleCheck | None]
+    _open_stray_check: Callable[[PlacedModel, TrainingStep, int], bool]
     _get_loss_check: Callable[[int, str], LossCheck]
     _sums: StepSums
     _seeder: StepSeeder
     _audit: Callable[[], Iterator[Computation]] | None
     _examination: Examination | None = None  # set if a replay examines this step
+    _is_careful: bool = False  # whether to repeat the checks of the first step
 
     def __post_init__(self) -> None:
         self._engine, self._guard = self._placed.engine, self._placed.guard
         self._pass = StepPass(self._training_step, self._placed, self._num_microbatches, self._audit)
         self._forward = ForwardContext(self._training_step.step, self._placed, self._gate, self._examination)
-        self._duplicate = self._updated = self._saved = False
+        self._duplicate = self._updated = self._saved = self._has_new_form = False
         self._seeder.seed_step_start()
 
     @property
@@ -190,16 +191,14 @@ class Step:
                 is_first = not current.backward_count
                 if not is_first:
                     self._guard.check(full=False, modes=True)
-                stray_check = (
-                    self._make_stray_check(self._placed, self._training_step, current.num_earlier_passes)
-                    if is_first
-                    else None
+                checks_modules = is_first and self._open_stray_check(
+                    self._placed, self._training_step, current.num_earlier_passes
                 )
                 self._duplicate = microbatch.is_dummy
                 self._seeder.seed_microbatch(microbatch.index)
                 self._forward.enter(
                     microbatch,
-                    stray_check,
+                    checks_modules=checks_modules,
                     is_extra=current.is_extra,
                     is_first=is_first,
                     iteration=current.num_earlier_passes,
@@ -274,7 +273,7 @@ class Step:
         loss: Any = sum if mean is None else mean
         is_mean = mean is not None
         microbatch = self._require_microbatch()
-        self._get_loss_check(self._pass.num_earlier_passes, "").check(
+        is_new_form = self._get_loss_check(self._pass.num_earlier_passes, "").check(
             number,
             loss,
             microbatch,
@@ -283,8 +282,10 @@ class Step:
             mean=is_mean,
             has_weights=self._training_step.step.total_weight is not None,
             step_weight=self.weight,
+            careful=self._is_careful,
         )
-        self._forward.check_loss(loss)
+        self._has_new_form |= is_new_form
+        self._forward.check_loss(loss, is_new_form=is_new_form)
         if is_mean and not microbatch.weight:
             for node in self._gate.output_nodes:  # the gradient of a mean over a weight of 0 is nan
                 node.register_prehook(_zero_gradients)
@@ -307,8 +308,9 @@ class Step:
         """Check the named losses, and return them as `Losses`, together with False as `is_mean`."""
         microbatch, step = self._require_microbatch(), self._training_step.step
         assert microbatch.weights is not None
+        is_new_form = False
         for name, loss, is_mean in arguments:
-            self._get_loss_check(self._pass.num_earlier_passes, name).check(
+            is_new_form |= self._get_loss_check(self._pass.num_earlier_passes, name).check(
                 self.number,
                 loss,
                 replace(microbatch, weight=microbatch.weights[name]),
@@ -317,8 +319,10 @@ class Step:
                 mean=is_mean,
                 has_weights=True,
                 step_weight=self.weights[name],
+                careful=self._is_careful,
             )
-        self._forward.check_loss(*(loss for _, loss, _ in arguments))
+        self._has_new_form |= is_new_form
+        self._forward.check_loss(*(loss for _, loss, _ in arguments), is_new_form=is_new_form)
         return make_losses(arguments, microbatch, step, self._gate.output_nodes), False
 
     def _run_backward(self, microbatch: MicroBatch, loss: Tensor | Losses, is_mean: bool) -> None:
