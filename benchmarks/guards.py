@@ -6,11 +6,8 @@ Without the checks means `NoGuard`, with which `lockstep verify` is tested.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -19,11 +16,10 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lockstep
+from benchmarks.loop import join_quietly
 from benchmarks.processes import Contestant, Turn, take_measured_turns
 from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
-from lockstep.ranks.external import make_single_process_rendezvous
-from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 
 DEPTHS: Final = (50, 200)
 WIDTH, BATCH, SAMPLES = 16, 64, 6400
@@ -54,9 +50,7 @@ def measure(depth: int, steps: int, turns: int) -> Result:
 
 
 def _loop(depth: int, steps: int, guarded: bool, _: World) -> Turn:
-    WORKER_CONTEXT.set(WorkerContext(make_single_process_rendezvous(), guarded=guarded))
-    with redirect_stdout(Path(os.devnull).open("w", encoding="utf-8")):
-        run = lockstep.join(seed=0)
+    run = join_quietly(guarded=guarded)
     torch.manual_seed(0)
     layers: list[nn.Module] = [each for _ in range(depth) for each in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     plain = nn.Sequential(*layers)

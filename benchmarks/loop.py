@@ -180,19 +180,25 @@ def _lockstep(steps: int, world: World) -> Turn:
 
 
 class _Discarded(TextIOBase):
-    """A stream that forgets what is written to it, as long as the run prints."""
+    """A text stream that discards its input. It has no file that would have to stay open while the run prints."""
 
     def write(self, text: str, /) -> int:
         """Return the number of characters, as a stream does."""
         return len(text)
 
 
-def _own_loop(steps: int, _: World) -> Turn:
-    """Be a loop of the user's own, which joins a run that keeps nothing, and prints a line each 10 steps."""
-    token = WORKER_CONTEXT.set(WorkerContext(make_single_process_rendezvous()))
+def join_quietly(*, guarded: bool = True) -> lockstep.Run:
+    """Join a run on this process alone, which prints and saves nothing, with or without the checks of custom loops."""
+    token = WORKER_CONTEXT.set(WorkerContext(make_single_process_rendezvous(), guarded=guarded))
     with redirect_stdout(_Discarded()):
         run = lockstep.join(seed=0)
     WORKER_CONTEXT.reset(token)  # own_loop_parts runs in the caller's process, which may be a test's
+    return run
+
+
+def _own_loop(steps: int, _: World) -> Turn:
+    """Be a loop of the user's own, which joins a run that keeps nothing, and prints a line each 10 steps."""
+    run = join_quietly()
     model, _optimizer = run.place(*_learner())
     dataset, done = TensorDataset(*_data()), 0
 
