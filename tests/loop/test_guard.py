@@ -191,9 +191,9 @@ def frozen_in_a_late_step(run, model, optimizer):
         step.update()
 
 
-@refused("steps 9 to 17: a gradient hook was added to 0.weight")
+@refused("steps 9 to 65: a gradient hook was added to 0.weight")
 def late_gradient_hook(run, model, optimizer):
-    for step in loops.computed(run, model, epochs=6):
+    for step in loops.computed(run, model, epochs=22):
         if step.number == 12:
             model[0].weight.register_hook(lambda gradient: gradient * 2)  # <-
         step.update()

@@ -17,10 +17,10 @@ from lockstep.loop.model import StrayModuleCheck
 Loss = Callable[[nn.Module, int, Tensor, Tensor], Tensor]
 
 LATE = 12  # a step in which checks are not repeated, unless a loss has a new form
-REPEATED = 17  # the first one after it in which they are
+REPEATED = 65  # the first one after it in which they are
 
 
-def trained(loss: Loss, steps: int = 20, after: Callable[[nn.Module], object] = lambda _: None) -> None:
+def trained(loss: Loss, steps: int = REPEATED + 3, after: Callable[[nn.Module], object] = lambda _: None) -> None:
     with joined() as run:
         model = loops.net()
         model, _ = run.place(model, torch.optim.SGD(model.parameters(), lr=1e-3))
@@ -107,7 +107,7 @@ def trained_in_turns(run: Any, other: nn.Module) -> None:
     model = loops.net()
     groups = [{"params": model[:2].parameters(), "name": "a"}, {"params": model[2:].parameters(), "name": "b"}]
     model, _ = run.place(model, torch.optim.SGD(groups, lr=1e-3))
-    for step in run.steps(loops.data(), batch=16, microbatches=4, steps=20):
+    for step in run.steps(loops.data(), batch=16, microbatches=4, steps=REPEATED + 3):
         for name in ("a", "b"):
             for x, y in step:
                 outputs = model(x)

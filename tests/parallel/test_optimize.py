@@ -232,6 +232,34 @@ def test_the_bare_step_is_torchs_without_its_record(name: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(*values, strict=True))
 
 
+@pytest.mark.parametrize("options", [{}, {"differentiable": True, "foreach": False}])
+def test_the_bare_step_leaves_gradients_as_torchs_does(options: dict[str, Any]) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = make_optimizer([("weight", weight)], name="sgd", lr=0.1, options=options)
+    weight.grad = torch.ones(3)
+    if not options:
+        unwrap_step(optimizer)()
+        assert weight.grad_fn is None
+        assert torch.is_grad_enabled()
+        with torch.no_grad():
+            unwrap_step(optimizer)()
+            assert not torch.is_grad_enabled()
+        return
+    with pytest.raises(RuntimeError, match="leaf Variable"):  # because gradients are enabled, as somebody asked
+        unwrap_step(optimizer)()
+    assert torch.is_grad_enabled()
+
+
+def test_a_bare_step_that_fails_leaves_gradients_enabled() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = make_optimizer([("weight", weight)], name="sgd", lr=0.1)
+    weight.grad = torch.ones(3)
+    optimizer.param_groups[0]["lr"] = "none"
+    with pytest.raises((TypeError, RuntimeError)):
+        unwrap_step(optimizer)()
+    assert torch.is_grad_enabled()
+
+
 def test_a_step_that_somebody_put_in_place_of_torchs_is_the_bare_one() -> None:
     optimizer = _make("sgd")
     called: list[str] = []

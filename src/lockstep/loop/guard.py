@@ -114,9 +114,9 @@ _LOSS_ADVICE: Final = (
     "compute a penalty on the weights in the model's forward, set weight_decay in the optimizer, or use strategy ddp, "
     "zero1 or zero2"
 )
-# Expensive checks run after the first 8 updates, and after every 16th update.
+# Expensive checks run after the first 8 updates, and after every 64th update.
 _CAREFUL_UPDATES: Final = 8
-_CAREFUL_INTERVAL: Final = 16
+_CAREFUL_INTERVAL: Final = 64
 _TORCH_DATA: Final[Any] = TensorBase.data
 _TORCH_FORWARDS: Final = (_BatchNorm.forward, SyncBatchNorm.forward)
 
@@ -216,7 +216,7 @@ class Guard:
         - `forward`: A forward pass has run, which may write to the kept buffers.
         - `frozen`: Allow parameters to be frozen for an evaluation. They must be unfrozen before the next update.
 
-        In the first steps, and in every 16th step after that, checks without `full` also detect writes, so that the
+        In the first steps, and in every 64th step after that, checks without `full` also detect writes, so that the
         error can name the two lines between which the change happened. In all other steps, such a change is only
         detected at the next update, at the next save, or when the script calls a different method of the run.
         """

@@ -7,7 +7,7 @@ applies to writes to weights, e.g. clamp_() under no_grad. In addition, sharded 
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final, final
 
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ class BufferGuard:
         self._parameters: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._gathered = get_gathered_weights
         self._forwards = 0
+        self._no_check = nullcontext()
         exempt_ids = {id(buffer) for buffer in exempt_buffers}
         self._modules = dict(model.named_modules())
         self._buffers = [module._buffers for module in self._modules.values()]
@@ -61,13 +62,16 @@ class BufferGuard:
         with self.watch_weights(), self.watch_buffers():
             yield
 
-    @contextmanager
-    def watch_weights(self) -> Iterator[None]:
+    def watch_weights(self) -> AbstractContextManager[None]:
         """Raise UsageError if the forward pass in the `with` block writes to a weight. Only some passes are checked."""
         self._forwards += 1
-        versions: dict[Tensor, int] = {}
         if self._forwards <= _FIRST_FORWARDS or not self._forwards % _CHECK_INTERVAL:
-            versions = {tensor: tensor._version for tensor in (*self._parameters, *self._gathered())}
+            return self._compare_weights()
+        return self._no_check
+
+    @contextmanager
+    def _compare_weights(self) -> Iterator[None]:
+        versions = {tensor: tensor._version for tensor in (*self._parameters, *self._gathered())}
         yield
         for tensor, version in versions.items():
             if tensor._version != version:

@@ -132,7 +132,11 @@ class DataParallelEngine:
         self._layout: Layout = self._owned or self._storage_layout
         self._replicas = Replicas(self._model, self._running, world, devices, home_index) if len(devices) > 1 else None
         self._low_rank = self._gradients.power if isinstance(self._gradients, LowRankGradients) else None
-        guard = BufferGuard(self._model, self._running.buffers, self.gathered_shards)
+        # Resolved once, because a check against a protocol takes 20 us.
+        self._get_gathered_shards: Callable[[], dict[Tensor, Tensor]] = (
+            self._storage_layout.gathered_shards if isinstance(self._storage_layout, GathersWeights) else dict
+        )
+        guard = BufferGuard(self._model, self._running.buffers, self._get_gathered_shards)
         self._guarded = guard.watch_buffers if numerics.checks_writes else nullcontext
         # Only for tasks. Custom loops have a separate guard for weights (loop/guard.py), which reports the source line.
         self._weights_guarded = guard.watch_weights if numerics.checks_writes else nullcontext
@@ -165,7 +169,8 @@ class DataParallelEngine:
                 with self.forward(microbatch, step), self._weights_guarded():
                     loss = self._compute_loss(microbatch, step, observed)
                 self.backward(microbatch, loss)
-        return self.end()._replace(of_task=observed.compute_total(self._world, num_units))
+        sums = self.end()
+        return sums._replace(of_task=observed.compute_total(self._world, num_units)) if observe else sums
 
     def begin(self, microbatches: MicroBatches, step: Step, num_microbatches: int, num_counts: int = 0) -> None:
         """See Phased."""
@@ -277,7 +282,7 @@ class DataParallelEngine:
 
     def gathered_shards(self) -> dict[Tensor, Tensor]:
         """See Phased."""
-        return self._storage_layout.gathered_shards() if isinstance(self._storage_layout, GathersWeights) else {}
+        return self._get_gathered_shards()
 
     @contextmanager
     def evaluation(self) -> Iterator[PredictFunction]:
@@ -407,8 +412,10 @@ class DataParallelEngine:
         roots: Sequence[Any] = losses
         if step.weights is None:
             seeds = tuple(
-                self._updates.scale_seed(self._make_seed(step.weight, loss.dtype, loss.device, weight))
-                for loss in roots
+                [
+                    self._updates.scale_seed(self._make_seed(step.weight, loss.dtype, loss.device, weight))
+                    for loss in roots
+                ]
             )
         else:
             roots, seeds = self._make_backward_roots(losses)

@@ -24,6 +24,7 @@ GetParameterOptions = Callable[[str], Mapping[str, Any]]  # returns the optimize
 CONTRACT: Final = "see docs/extend.md"
 # Lockstep's own optimizers. They take precedence over optimizers of torch or timm with the same name.
 OWN_OPTIMIZERS: Final[Mapping[str, type[Optimizer]]] = {"lars": Lars, "lamb": Lamb}
+_GRAD_WRAPPER: Final = "_use_grad"  # the function that torch wraps the `step` of most optimizers in
 _NON_OPTIONS: Final = ("params", "lr", "norms")  # constructor arguments that aren't options
 
 
@@ -83,15 +84,31 @@ def make_optimizer(
 
 
 def unwrap_step(optimizer: Optimizer) -> Callable[[], object]:
-    """Return the `step` method of `optimizer` without torch's wrapper, which creates a profiler record and calls hooks.
+    """Return the `step` method of `optimizer` without torch's wrappers.
 
-    Even without a profiler, creating the record takes longer than the update of a small model. If torch hasn't wrapped
-    `step`, or if the instance overrides it, this returns `step` unchanged.
+    The outer wrapper creates a profiler record and calls hooks. Even without a profiler, creating the record takes
+    longer than the update of a small model. The inner wrapper disables gradients, unless the optimizer is
+    `differentiable`. It's replaced with a call that takes 4 us less. If torch hasn't wrapped `step`, or if the instance
+    overrides it, this returns `step` unchanged.
     """
     step = type(optimizer).step
     if "step" in vars(optimizer) or not getattr(step, "hooked", False):
         return cast(Callable[[], object], optimizer.step)
-    return MethodType(cast(Any, step).__wrapped__, optimizer)
+    step = cast(Any, step).__wrapped__
+    inner_step = getattr(step, "__wrapped__", None)
+    if inner_step is None or step.__code__.co_name != _GRAD_WRAPPER or optimizer.defaults["differentiable"]:
+        return MethodType(step, optimizer)
+    return partial(_step_without_grad, MethodType(inner_step, optimizer))
+
+
+def _step_without_grad(step: Callable[[], object]) -> None:
+    """Call `step` with gradients disabled. Creating a torch.no_grad() would take longer than the rest of this call."""
+    was_enabled = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)
+    try:
+        step()
+    finally:
+        torch._C._set_grad_enabled(was_enabled)
 
 
 def _import_custom_factory(path: str) -> Callable[..., Any]:

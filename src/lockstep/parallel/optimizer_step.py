@@ -1,7 +1,6 @@
 """The update phase of a step: unscale and clip the gradients, apply or skip the update, and free the gradients."""
 
-from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -47,8 +46,8 @@ class WeightUpdater:
                 for name, tensor in layout.trained
             }
             self._step_optimizer = partial(OffloadedOptimizer(self.optimizer, sizes, device).step, self._step_optimizer)
-        # The recipe or the model itself can set a 16-bit dtype.
-        self._has_narrow_weights = any(is_16_bit_on_cpu(tensor) for tensor in self._trained)
+        if any(is_16_bit_on_cpu(tensor) for tensor in self._trained):  # by the recipe, or by the model itself
+            self._step_optimizer = partial(_step_position_independently, self._step_optimizer)
         self._skip_nonfinite = numerics.skip_nonfinite
         self._scaler = numerics.make_loss_scaler(device)
         self._static_scale = numerics.recipe.loss_scale.static
@@ -112,8 +111,7 @@ class WeightUpdater:
             return False
         for tensor in self._unowned:
             tensor.grad = None
-        with PositionIndependentMode() if self._has_narrow_weights else nullcontext():  # type: ignore[no-untyped-call]
-            self._step_optimizer()
+        self._step_optimizer()
         return True
 
     def forget(self) -> None:
@@ -152,6 +150,11 @@ def make_seed(weight: int, dtype: torch.dtype, device: torch.device, numerator: 
     weight of the micro-batch if the loss is a mean. In a step with one micro-batch, the seed of a mean is exactly 1.
     """
     return torch.full((), numerator / weight if weight else 0.0, dtype=dtype, device=device)
+
+
+def _step_position_independently(step: Callable[[], object]) -> None:
+    with PositionIndependentMode():  # type: ignore[no-untyped-call]
+        step()
 
 
 def get_gradient(parameter: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ def split_batch(batch: Batch) -> SplitBatch:
 
     The targets are the last item of a tuple or list, or the item of a mapping whose name is in TARGETS.
     """
+    if isinstance(batch, tuple | list) and len(batch) > 1:  # first, because a check against Mapping takes 1 us
+        return SplitBatch(tuple(batch[:-1]), batch[-1])
     if isinstance(batch, Mapping):
         name = next((key for key in TARGETS if key in batch), None)
         if name is None:
@@ -33,8 +35,6 @@ def split_batch(batch: Batch) -> SplitBatch:
                 f"{TARGETS[-1]}, or add a method inputs(batch) to the task"
             )
         return SplitBatch({key: value for key, value in batch.items() if key != name}, batch[name])
-    if isinstance(batch, tuple | list) and len(batch) > 1:
-        return SplitBatch(tuple(batch[:-1]), batch[-1])
     raise UsageError(f"batch: expected (inputs, targets), or a mapping with the targets, got {_describe_type(batch)}")
 
 
