@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep.errors import UsageError
 from lockstep.loop.model import explain_error
-from lockstep.loop.seeding import seed_order
+from lockstep.loop.seeding import make_sample_order
 from lockstep.ranks.signals import get_stop_signals
 from lockstep.runs.runs import is_locked
 
@@ -125,12 +125,14 @@ def test_an_order_may_draw_from_the_generators_that_a_loop_uses(tmp_path):
 
 def test_each_epoch_has_an_order_of_its_own_and_the_draws_of_the_loop_stay_as_they_were():
     before = random.getstate(), np.random.get_state()[2], torch.get_rng_state()
-    order = seed_order(lambda epoch: [random.random(), np.random.rand(), *torch.rand(2).tolist()], 3)
+    drawn: list[Callable[[], float]] = [random.random, np.random.rand, lambda: float(torch.rand(()))]
+    sample_order = make_sample_order(lambda epoch: [int(100 * draw()) for draw in drawn], 3, 100, "run.steps")
+    order = sample_order.order
     assert callable(order)
     assert order(0) == order(0) != order(1)
     assert (random.getstate(), np.random.get_state()[2]) == before[:2]
     assert torch.equal(torch.get_rng_state(), before[2])
-    assert seed_order("shuffled", 3) == "shuffled"
+    assert make_sample_order("shuffled", 3, 100, "run.steps").order == "shuffled"
 
 
 def counting_late(run: Any, changes: Callable[[dict[str, Any]], object]) -> None:

@@ -11,10 +11,10 @@ from torch.utils.data import Sampler
 from lockstep.comm.world import get_process_group_rank
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps
-from lockstep.core.sample_order import SHUFFLED, IndexFunction, SampleOrder
+from lockstep.core.sample_order import SHUFFLED, IndexFunction
 from lockstep.errors import UsageError
 from lockstep.launchers import detect
-from lockstep.loop.seeding import seed_order
+from lockstep.loop.seeding import make_sample_order
 
 
 @final
@@ -69,7 +69,7 @@ class BatchSampler(Sampler[list[int]]):
             )
         self._rank = DataRank(rank, size)
         self._microbatch_count = size if microbatches is None else microbatches
-        self._order = SampleOrder(seed_order(order, seed), seed, length, "BatchSampler")
+        self._order = make_sample_order(order, seed, length, "BatchSampler")
         self._steps = Steps(self._order.samples_per_epoch, batch, drop_last)
         self._uneven = uneven
         self._assigned_steps: int | None = None  # the value assigned to `steps_done`, if any

@@ -22,7 +22,7 @@ from lockstep.config.placement import Placement
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
-from lockstep.core.sample_order import SHUFFLED, IndexFunction, SampleOrder
+from lockstep.core.sample_order import SHUFFLED, IndexFunction
 from lockstep.data.items import Collate, MapStyleSplit
 from lockstep.errors import CorruptionError, LockstepError
 from lockstep.loop.call_agreement import SameCallCheck
@@ -38,7 +38,7 @@ from lockstep.loop.model_check import check_model_and_optimizer, disable_optimiz
 from lockstep.loop.plan import make_plan
 from lockstep.loop.record import LoopRecord
 from lockstep.loop.scheduler import UserScheduler
-from lockstep.loop.seeding import seed_order
+from lockstep.loop.seeding import make_sample_order
 from lockstep.loop.sequence import StepSequence
 from lockstep.loop.settings import validate_settings
 from lockstep.loop.state import ScriptState
@@ -232,7 +232,7 @@ class Run:
             dataset = self._streams.open(dataset)
             items = MapStyleSplit(dataset, collate)
             seed = self._member.settings.seed
-            sample_order = SampleOrder(seed_order(order, seed), seed, len(items), "run.steps")
+            sample_order = make_sample_order(order, seed, len(items), "run.steps")
             if microbatches is None and microbatch is None:
                 microbatches = self._record.get_legacy_default_microbatches(batch)
             plan = make_plan(items, batch, microbatches, microbatch, epochs, steps, weight, drop_last, sample_order)

@@ -4,7 +4,7 @@ from typing import Any, Final, final
 
 from lockstep.comm.world import World
 from lockstep.core import random
-from lockstep.core.sample_order import IndexFunction
+from lockstep.core.sample_order import IndexFunction, SampleOrder
 from lockstep.data.items import preserve_rng_states, seed_python_and_numpy, seed_rngs
 
 # The component of a key that identifies the point at which the generators are seeded.
@@ -14,20 +14,21 @@ _MICROBATCH: Final = 2
 _AFTER_LOOP: Final = 3
 
 
-def seed_order(order: str | IndexFunction, seed: int) -> str | IndexFunction:
-    """Return `order`. If it is a function, seed all generators for the epoch before each call, and restore them after.
+def make_sample_order(order: str | IndexFunction, seed: int, length: int, caller: str) -> SampleOrder:
+    """Return the SampleOrder for the argument `order` of `caller`.
 
-    This way, a function that draws from these generators returns the same indices on every rank and after a resume.
+    If `order` is a function, all generators are seeded for the epoch before each call, and restored after it. This way,
+    a function that draws from these generators returns the same indices on every rank and after a resume.
     """
     if isinstance(order, str) or not callable(order):
-        return order
+        return SampleOrder(order, seed, length, caller)
 
     def draw_order(epoch: int) -> Any:
         with preserve_rng_states():
             seed_rngs(random.make_key(random.ORDER, seed, epoch))
             return order(epoch)
 
-    return draw_order
+    return SampleOrder(draw_order, seed, length, caller)
 
 
 @final
