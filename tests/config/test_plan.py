@@ -62,9 +62,25 @@ def test_the_first_step_after_warm_up_is_the_first_at_the_full_rate(epochs, each
 def test_a_warm_up_of_steps_rises_evenly_and_ends_with_them():
     flat = ["recipe.schedule.name=constant", "recipe.schedule.warmup_steps=100", "recipe.schedule.warmup_factor=0.01"]
     chosen = recipe("digits", *flat)
-    run = compute_steps(chosen, 1437)
+    run = compute_steps(chosen, 1408)  # 22 full batches
     base = compute_base_rate(chosen)
-    rates = [make_rate(chosen, run).compute_rate(number * chosen.batch) / base for number in (0, 1, 50, 99, 100, 101)]
+    seen = [run[number].samples_seen for number in (0, 1, 50, 99, 100, 101)]
+    assert seen == [number * chosen.batch for number in (0, 1, 50, 99, 100, 101)]
+    rates = [make_rate(chosen, run).compute_rate(samples) / base for samples in seen]
     assert rates == pytest.approx([0.01, 0.0199, 0.505, 0.9901, 1, 1])
     assert rates[-2:] == [1, 1]
     assert count_warm_up_steps(chosen, run) == 100
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "drop"])
+@pytest.mark.parametrize("samples", [64, 65, 130, 200, 1437])
+@pytest.mark.parametrize("warmup", [0, 1, 3, 10, 100])
+def test_a_warm_up_of_steps_lasts_that_many_steps_if_epochs_end_with_a_short_batch(samples, warmup, last_batch):
+    flat = ["recipe.schedule.name=constant", f"recipe.schedule.warmup_steps={warmup}", "recipe.epochs=200"]
+    chosen = recipe("digits", *flat, f"recipe.last_batch={last_batch}")
+    run = compute_steps(chosen, samples)
+    rate = make_rate(chosen, run)
+    rates = [rate.compute_rate(run[number].samples_seen) for number in range(warmup + 2)]
+    base = compute_base_rate(chosen)
+    assert [each == base for each in rates] == [False] * warmup + [True, True]
+    assert rates[:warmup] == sorted(set(rates[:warmup]))

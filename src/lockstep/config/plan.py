@@ -53,7 +53,7 @@ def make_rate(recipe: Recipe, steps: Steps, custom_schedule: RateCurve | None = 
     """
     schedule, warmup_epochs = recipe.schedule, recipe.schedule.warmup_epochs
     if schedule.warmup_steps is not None:
-        warmup_epochs = schedule.warmup_steps * recipe.batch / steps.samples_per_epoch
+        warmup_epochs = steps[schedule.warmup_steps].samples_seen / steps.samples_per_epoch
     return RateSchedule(
         base=compute_base_rate(recipe),
         samples_per_epoch=steps.samples_per_epoch,
