@@ -86,6 +86,53 @@ def test_parts_that_are_there_are_taken(tmp_path: Path, names: tuple[str, str]) 
             _open(tmp_path, context=3, validation=validation)
 
 
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (("train.txt", "test.txt"), "test.txt"),
+        (("Train.txt", "Valid.txt", "test.txt"), "Valid.txt, test.txt"),
+        (("wiki/wiki.train.txt", "wiki/wiki.valid.txt", "more.txt"), "wiki/wiki.valid.txt"),
+        (("stories-training.txt", "stories-dev.txt"), "stories-dev.txt"),
+        (
+            ("train-00000-of-00002.txt", "train-00001-of-00002.txt", "test-00000-of-00001.txt"),
+            "test-00000-of-00001.txt",
+        ),
+        (("train/a.txt", "test/b.txt"), "test"),
+        (("book.txt", "val.txt"), "val.txt"),
+        (("train.txt", "val/a.txt"), "val"),
+        (("train/train.txt", "train/test.txt", "val/a.txt"), "test.txt"),
+    ],
+)
+def test_a_held_out_text_is_not_trained_on(tmp_path: Path, names: tuple[str, ...], found: str) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(PLAY)
+    with pytest.raises(UsageError, match=rf"would be read as one text, but contains {found}, named like a .*; set "):
+        _open(tmp_path)
+
+
+def test_names_like_splits_are_no_splits_without_training_data(tmp_path: Path) -> None:
+    root = tmp_path / "test"
+    names = ("train.txt", "contest.txt", "test-of-time.txt", "guides/test.txt", "guides/testing.txt", "dev2/a.txt")
+    for name in names:
+        (root / name).parent.mkdir(exist_ok=True, parents=True)
+        (root / name).write_text(PLAY)
+    assert len(_open(root, context=1, validation=0).train) == len(names) * len(PLAY) - 1
+
+
+def test_a_test_text_next_to_both_splits_is_ignored(tmp_path: Path) -> None:
+    for name, text in {"train.txt": "abcabcabca", "val.txt": "cba", "test.txt": "xyz"}.items():
+        (tmp_path / name).write_text(text)
+    assert _read(_open(tmp_path, context=3)) == ("abcabcabc", "ba")
+
+
+@pytest.mark.parametrize("name", ["test.txt", "val/a.txt"])
+def test_a_single_text_has_any_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(PLAY)
+    assert _open(tmp_path, context=4).validation is not None
+
+
 def test_shakespeare_as_nanogpt_cuts_it() -> None:
     data = open_data(DataRequest("shakespeare", options={"context": 64, "stride": 1}))
     assert (len(data.train), len(data.validation)) == (1_003_854 - 64, 1743)

@@ -1,11 +1,14 @@
 """Text datasets from a file, or from all .txt files in a folder."""
 
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from lockstep.common import plainfile
+from lockstep.common.patterns import list_some
 from lockstep.data.base import DataSet
 from lockstep.data.options import Count, Fraction, Text
 from lockstep.data.request import DataRequest
@@ -13,6 +16,11 @@ from lockstep.data.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from lockstep.data.text.windows import TokenArray, make_window_dataset
 from lockstep.data.validation_split import get_validation_fraction
 from lockstep.errors import UsageError
+
+_MAX_SHOWN: Final = 5
+_HELD_OUT: Final = re.compile(r"(?<![a-z])(?:test|testing|val|valid|validation|dev)(?![a-z])")
+_TRAIN: Final = ("train", "training")
+_DIGITS: Final = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 
     The files in a folder are concatenated in the order of their names. If the folder contains the subfolders train/ and
     val/, or the files train.txt and val.txt, they are the two splits, and the option `validation` must not be set.
+    Raises UsageError if other files or subfolders have the names of splits, because the text would include test data.
     """
     return make_text_dataset(request.name, *_read_splits(Path(request.root), options), options)
 
@@ -87,7 +96,35 @@ def _read_text(path: Path) -> str:
             f"dataset text: no .txt files under {path}; set recipe.data.root to a text file, or to a folder with .txt "
             f"files"
         )
+    _check_no_splits(path, paths)
     return "".join(map(_read_file, paths))
+
+
+def _check_no_splits(root: Path, files: Sequence[Path]) -> None:
+    """Raise UsageError if some of the files, which would be read as one text, seem to be a held-out split.
+
+    This is the case if a name is equal to that of training data except for the word of the split, such as
+    wiki-train.txt and wiki-test.txt, or if a name directly in `root` is only this word, such as test.txt.
+    """
+    names_by_folder: dict[Path, dict[Path, str]] = {}
+    for file in files:
+        relative = file.relative_to(root)
+        for entry in (relative, *relative.parents[:-1]):  # without the root itself
+            name = entry.stem if entry is relative else entry.name
+            names_by_folder.setdefault(entry.parent, {})[entry] = _DIGITS.sub("0", name.lower())
+    held_out = [
+        str(entry)
+        for folder, names in names_by_folder.items()
+        for entry, name in names.items()
+        if (_HELD_OUT.search(name) and any(_HELD_OUT.sub(word, name) in names.values() for word in _TRAIN))
+        or (folder == Path() and len(names) > 1 and _HELD_OUT.fullmatch(name))
+    ]
+    if held_out:
+        raise UsageError(
+            f"dataset text: {root} would be read as one text, but contains {list_some(held_out, _MAX_SHOWN)}, named "
+            f"like a validation or test split; set recipe.data.root to the training text, name the splits train.txt "
+            f"and val.txt (or the folders train and val), or rename these files if they are part of the text"
+        )
 
 
 def _read_file(file: Path) -> str:
