@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from lockstep.core.batch import map_tensors
 from lockstep.errors import UsageError
 from lockstep.tasks.segmentation import Segmentation, segmentation
 
@@ -67,3 +68,19 @@ def test_options() -> None:
     assert segmentation("model", CLASSES, ignore=0).ignore == 0
     with pytest.raises(UsageError, match=r"recipe\.task\.auxiliary: must not be negative, got -1"):
         segmentation("model", CLASSES, auxiliary=-1.0)
+
+
+@pytest.mark.parametrize("outputs", [OUTPUTS, {"out": OUTPUTS}, {"out": OUTPUTS, "auxiliary": OUTPUTS}])
+def test_a_weight_of_auxiliary_outputs_that_are_not_there_is_refused(outputs: object) -> None:
+    trained = map_tensors(lambda tensor: tensor.clone().requires_grad_(), outputs)
+    message = r"recipe\.task\.auxiliary: 0\.4 has no effect, because net returns no outputs named aux in training mode"
+    with pytest.raises(UsageError, match=message):
+        segmentation("net", CLASSES, auxiliary=0.4).check(trained, (None, TARGETS))
+    segmentation("net", CLASSES, auxiliary=0.4).check(outputs, (None, TARGETS))  # evaluation mode
+    for weight in (0.0, 0.5):
+        segmentation("net", CLASSES, auxiliary=weight).check(trained, (None, TARGETS))
+
+
+def test_a_weight_of_auxiliary_outputs_that_are_there_is_accepted() -> None:
+    trained = OUTPUTS.clone().requires_grad_()
+    segmentation("net", CLASSES, auxiliary=0.4).check({"out": trained, "aux": trained}, (None, TARGETS))

@@ -14,6 +14,7 @@ from lockstep.tasks.batches import get_predictions, get_targets, split_batch
 from lockstep.tasks.classification import SKIPPED, compute_confusion, sum_cross_entropy
 
 _AUXILIARY: Final = "aux"  # key of the auxiliary head's outputs in torchvision models
+_AUXILIARY_WEIGHT: Final = 0.5  # default weight of the auxiliary loss
 
 
 @final
@@ -27,7 +28,7 @@ class Segmentation:
 
     classes: tuple[str, ...]
     ignore: int = 255
-    auxiliary: float = 0.5
+    auxiliary: float = _AUXILIARY_WEIGHT
     model_name: str = "model"
     counts_samples: ClassVar[bool] = False
     unit: ClassVar[str] = "pixels"
@@ -46,7 +47,7 @@ class Segmentation:
         """See Task."""
         targets = self._get_targets(batch)
         loss = sum_cross_entropy(get_predictions(outputs, self.model_name), targets)
-        if self.auxiliary and isinstance(outputs, Mapping) and _AUXILIARY in outputs:
+        if self.auxiliary and _has_auxiliary(outputs):
             loss = loss + self.auxiliary * sum_cross_entropy(outputs[_AUXILIARY], targets)
         return loss
 
@@ -88,6 +89,13 @@ class Segmentation:
                 f"{self.model_name}: expected floats of shape {list(expected_shape)}, got {scores.dtype} of shape "
                 f"{list(scores.shape)}; return one value for each of {len(self.classes)} classes at each pixel"
             )
+        # In evaluation mode, the outputs have no gradient, and many models return no auxiliary outputs.
+        if self.auxiliary not in (0, _AUXILIARY_WEIGHT) and scores.requires_grad and not _has_auxiliary(outputs):
+            raise UsageError(
+                f"recipe.task.auxiliary: {self.auxiliary:g} has no effect, because {self.model_name} returns no "
+                f"outputs named {_AUXILIARY} in training mode; remove it, or use a model with an auxiliary head "
+                f"(aux_loss: true in recipe.model.options for a model of torchvision)"
+            )
         classes = self._get_targets(batch)
         invalid = classes[(classes != SKIPPED) & ((classes < 0) | (classes >= len(self.classes)))]
         if len(invalid):
@@ -101,13 +109,19 @@ class Segmentation:
         return torch.where(targets == self.ignore, SKIPPED, targets)
 
 
-def segmentation(model: str, classes: tuple[str, ...], ignore: int = 255, auxiliary: float = 0.5) -> Segmentation:
+def segmentation(
+    model: str, classes: tuple[str, ...], ignore: int = 255, auxiliary: float = _AUXILIARY_WEIGHT
+) -> Segmentation:
     """Create the task from recipe options."""
     if auxiliary < 0:
         raise UsageError(
             f"recipe.task.auxiliary: must not be negative, got {auxiliary}; use 0 to ignore the auxiliary head"
         )
     return Segmentation(classes, ignore, auxiliary, model)
+
+
+def _has_auxiliary(outputs: Any) -> bool:
+    return isinstance(outputs, Mapping) and _AUXILIARY in outputs
 
 
 def _compute_iou(matrix: Tensor) -> list[float | None]:
