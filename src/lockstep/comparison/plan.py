@@ -12,10 +12,10 @@ import torch
 
 from lockstep.comparison.result import ResultRow
 from lockstep.config.base import section_to_dict
-from lockstep.config.document import get_mapping, parse
+from lockstep.config.document import Document, format_key, get_mapping, parse
 from lockstep.config.error_positions import add_key_positions
 from lockstep.config.load import LoadedConfig, load, read_run_recipe
-from lockstep.config.overrides import SHORTHAND_KEYS
+from lockstep.config.overrides import SHORTHAND_KEYS, apply_overrides
 from lockstep.config.recorded import CONFIG_NAME
 from lockstep.config.write import format_flow
 from lockstep.errors import ConfigError, UsageError
@@ -89,11 +89,18 @@ def parse_processes(text: str) -> tuple[int, ...]:
 
 
 def check_overrides(overrides: Sequence[str], keys: Sequence[str], command: str, item: str, advice: str) -> None:
-    """Raise UsageError for overrides of `keys`, which the command sets itself for each `item`."""
+    """Raise UsageError for overrides of `keys`, which the command sets itself for each `item`.
+
+    This includes overrides of options of a key, and overrides that contain a key, such as `placement={processes: 2}`.
+    """
     for override in overrides:
-        key = override.partition("=")[0].strip()
-        if any(key == reserved_key or key.startswith(f"{reserved_key}.") for reserved_key in keys):
-            raise UsageError(f"{override}: {command} sets {key} for each {item}; use {advice}")
+        written_path = tuple(override.partition("=")[0].strip().split("."))
+        overridden = [written_path, *apply_overrides(Document({}, {}, []), [override]).positions]
+        for key in keys:
+            path = tuple(key.split("."))
+            if any(overridden_path[: len(path)] == path for overridden_path in overridden):
+                shown = format_key(max(path, written_path, key=len))
+                raise UsageError(f"{override}: {command} sets {shown} for each {item}; use {advice}")
 
 
 def make_comparison_path(source: str) -> Path:
