@@ -695,11 +695,19 @@ def test_a_layer_that_would_exchange_by_itself_is_refused():
         run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+class Counted(nn.Linear):
+    """Keeps a number beside its weights."""
+
+    def get_extra_state(self):
+        return {"calls": 1}
+
+
 @pytest.mark.parametrize(
     ("layer", "problem"),
     [
         (nn.Embedding(5, 3, sparse=True), "Sequential: 0 has sparse=True, .* remove sparse"),
         (nn.LazyLinear(3), "Sequential: 0.weight is lazy and has no shape yet"),
+        (Counted(3, 3), r"Sequential: 0 \(Counted\) defines get_extra_state, .* remove get_extra_state"),
     ],
 )
 def test_a_layer_that_no_strategy_can_train_is_refused_on_one_process_too(layer, problem):

@@ -169,6 +169,29 @@ def test_embeddings_that_no_two_processes_could_agree_on_are_refused(layer, opti
     check_weights("m", layer(4, 2))
 
 
+class _Extra(nn.Linear):
+    """Keeps state that is neither a parameter nor a buffer."""
+
+    def __init__(self, state: object) -> None:
+        super().__init__(4, 3)
+        self.state = state
+
+    def get_extra_state(self) -> object:
+        return self.state
+
+    def set_extra_state(self, state: object) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("state", [None, {"calls": 3}, torch.ones(2)])
+def test_state_that_a_checkpoint_would_lose_is_refused(state: object) -> None:
+    message = "defines get_extra_state, but only parameters and buffers are saved; keep .* in buffers"
+    with pytest.raises(UsageError, match=rf"^model m: inner\.0 \(_Extra\) {message}"):
+        check(lambda: nn.ModuleDict({"inner": nn.Sequential(_Extra(state))}), torch.zeros(1, 4), 3)
+    with pytest.raises(UsageError, match=f"^model m: _Extra {message}"):
+        check_weights("m", _Extra(state))
+
+
 class _Mixes(nn.Linear):
     """Multiplies by a buffer of its own, which stays as it is when its weights are converted."""
 

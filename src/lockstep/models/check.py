@@ -197,6 +197,7 @@ def check_layers(name: str, model: nn.Module) -> None:
     - quantized or sparse tensors
     - parameters whose elements share memory, or that have gradient hooks
     - embeddings with max_norm or sparse gradients
+    - modules with extra state, which checkpoints and strategies would lose
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for path, tensor in tensors:
@@ -218,6 +219,13 @@ def check_layers(name: str, model: nn.Module) -> None:
             f"hook; change gradients within the model instead, and read their norm from step.norm"
         )
     for path, layer in model.named_modules():
+        # torch also looks at the class only.
+        if type(layer).get_extra_state is not nn.Module.get_extra_state:
+            described_layer = f"{path} ({type(layer).__name__})" if path else type(layer).__name__
+            raise UsageError(
+                f"model {name}: {described_layer} defines get_extra_state, but only parameters and buffers are saved; "
+                f"keep what you need in buffers (register_buffer), and remove get_extra_state and set_extra_state"
+            )
         if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             continue
         if layer.max_norm is not None:
