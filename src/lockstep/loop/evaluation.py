@@ -83,7 +83,7 @@ class Evaluation:
                     current_pass.batch_numbers.append(number)
                     gate.has_called_collective = False
                     seed_all(world, random.extend_key(draws, number or 0))
-                    gate.open = True
+                    gate.begin_batch()
                     guard.mark(modes=True)
                     yield batch
                     guard.check(modes=True, frozen=True)

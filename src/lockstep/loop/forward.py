@@ -56,7 +56,7 @@ class ForwardContext:
         forward = engine.forward_extra if is_extra else engine.forward
         self._context = forward(microbatch, self._step)
         self._context.__enter__()
-        self._gate.open = True
+        self._gate.begin_batch()
         if is_first:
             self._placed.modes.check_late_changes(number)
         self._placed.guard.mark(modes=is_first)

@@ -306,6 +306,11 @@ class Guard:
             parameter.grad = gradient
         self._hidden_gradients, self._shown_gradients = [], self._no_gradients
 
+    @property
+    def is_running(self) -> bool:
+        """Whether user code is running, and not the engine."""
+        return self._running
+
     def watches(self, tensor: Tensor) -> bool:
         """Return whether user code is running and the tensor belongs to the model."""
         return self._running and (tensor in self._names or tensor in self._gathered)
@@ -453,6 +458,7 @@ class NoGuard:
 
     step = 0
     last: SourceLocation = "", 0
+    is_running = False
 
     def check(
         self,

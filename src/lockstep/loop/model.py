@@ -50,6 +50,7 @@ class Gate:
 
     open: bool = False
     step: int = 0  # the current step, from its first micro-batch to its update; 0 between steps
+    num_batches: int = 0  # the number of micro-batches and batches of `run.each` that have begun
     output_nodes: set[Any] = field(default_factory=set)  # graph nodes of the model's outputs for this micro-batch
     call_check: "CallConsistencyCheck | None" = None  # set if calling the model communicates weights or inputs
     ended_at: SourceLocation = "", 0  # the line of the last step.backward
@@ -60,6 +61,16 @@ class Gate:
     def error_prefix(self) -> str:
         """The prefix of error messages, which names the current step."""
         return f"step {self.step}: " if self.step else ""
+
+    @property
+    def current_batch(self) -> int:
+        """The number of the last batch that has begun, or 0 between steps and outside of `run.each`."""
+        return self.num_batches if self.open or self.step else 0
+
+    def begin_batch(self) -> None:
+        """Begin a micro-batch or a batch of `run.each`, in which the model may be called."""
+        self.open = True
+        self.num_batches += 1
 
     def end_batch(self) -> None:
         """End a micro-batch or a batch of `run.each`. Raises UsageError if a rank in the group calls the model instead.

@@ -35,6 +35,7 @@ from lockstep.loop.logged_values import LoggedMetrics
 from lockstep.loop.member import Member
 from lockstep.loop.model import CallConsistencyCheck, Gate, explain_error, preserve_modes
 from lockstep.loop.model_check import check_model_and_optimizer, disable_optimizer
+from lockstep.loop.optimizer_check import OptimizerCheck
 from lockstep.loop.plan import make_plan
 from lockstep.loop.record import LoopRecord
 from lockstep.loop.scheduler import UserScheduler
@@ -190,6 +191,7 @@ class Run:
         self._gate.wrap_calls(
             model, placed.numerics, CallConsistencyCheck.for_groups(self._world, placed.communicating_groups)
         )
+        self._member.resources.enter_context(OptimizerCheck(self._gate, placed.guard).open())
         placed.guard.mark(weights_changed=True)
         placed.audit.kept_state.begin()
         return model, optimizer
