@@ -224,6 +224,83 @@ def test_a_sum_that_is_given_as_a_mean_is_refused(loss: Loss) -> None:
             check(loss, mean=True, microbatches=microbatches)
 
 
+def value_of(x: Tensor) -> Tensor:
+    """Return one value per sample, as a regression does."""
+    return x[:, 0] - 1
+
+
+def each_value(x: Tensor, loss: Loss) -> list[Tensor]:
+    return [loss(value) for value in value_of(x)]
+
+
+ONE_VALUE_EACH: list[Loss] = [
+    lambda x: sum(each_value(x, torch.square)),  # type: ignore[arg-type,return-value]
+    lambda x: sum(each_value(x, lambda value: value.square().mean())),
+    lambda x: sum(value.square().mean() for value in value_of(x)[:, None]),
+    lambda x: sum(value_of(x)[number].abs() for number in range(len(x))),
+    lambda x: torch.stack(each_value(x, torch.square)).sum(),
+    lambda x: torch.stack(each_value(x, lambda value: value.square().sum())).sum(),
+    lambda x: torch.stack([*value_of(x).square()]).sum(),
+    lambda x: sum((each - 1).square().sum() for each in x),  # five values
+    lambda x: torch.stack([(each - 1).square().sum() for each in x]).sum(),
+]
+
+
+@pytest.mark.parametrize("samples", [2, 4, 7])
+@pytest.mark.parametrize("loss", ONE_VALUE_EACH)
+def test_a_list_of_the_losses_of_single_samples_is_a_sum_and_a_mean_once_divided(loss: Loss, samples: int) -> None:
+    def mean(x: Tensor) -> Tensor:
+        return loss(x) / len(x)
+
+    check(loss, samples)
+    check(mean, samples, mean=True)
+    with pytest.raises(
+        UsageError, match=rf"the loss is a mean: a sum divided by {samples}; pass it|the loss is a mean"
+    ):
+        check(mean, samples)
+    with pytest.raises(UsageError, match=rf"the loss is a sum over {samples} values"):
+        check(loss, samples, mean=True, microbatches=1)
+
+
+@pytest.mark.parametrize("samples", [2, 4, 7])
+@pytest.mark.parametrize(
+    "loss", [lambda x: torch.stack(each_value(x, torch.square)).mean(), lambda x: value_of(x).square().nanmean()]
+)
+def test_a_mean_over_one_value_per_sample_is_one(loss: Loss, samples: int) -> None:
+    check(loss, samples, mean=True)
+    with pytest.raises(UsageError, match="the loss is a mean"):
+        check(loss, samples)
+
+
+def test_values_that_a_mean_skips_are_not_counted() -> None:
+    def loss(x: Tensor) -> Tensor:
+        return (value_of(x) * torch.tensor([1.0, torch.nan, 1.0, 1.0])).nanmean()
+
+    check(loss, mean=True, weight=3)
+    with pytest.raises(UsageError, match="the loss is a mean: a sum divided by 3"):
+        check(loss)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: torch.dot(value_of(x), value_of(x)) / len(x),
+        lambda x: torch.einsum("i,i->", value_of(x), value_of(x)) / len(x),
+        lambda x: torch.einsum("ij,ij->", x, x) / x.numel(),
+    ],
+)
+def test_a_product_over_samples_may_be_divided_by_their_number(loss: Loss) -> None:
+    check(loss, mean=True)
+
+
+def test_a_loss_per_time_is_none_of_a_sample_although_there_are_as_many_times() -> None:
+    def loss(x: Tensor) -> Tensor:
+        times = x.T[:4]  # of four samples each
+        return sum((each - 1).square().mean() for each in times)  # type: ignore[return-value]
+
+    check(loss, mean=True)
+
+
 def test_a_function_over_features_is_no_sum_over_samples() -> None:
     def decorrelated(x: Tensor) -> Tensor:
         return (x.T @ x - torch.eye(5)).square().sum()  # as Barlow Twins has it
@@ -454,6 +531,41 @@ def test_a_function_of_what_all_samples_give_is_taken_and_warned_of_once(loss: L
     check(loss, mean=True, microbatches=1)
     [line] = warnings_of(loss)
     assert f"step 1: a part of the loss is not a sum over samples, but a function ({name}) of all samples" in line
+
+
+def normal(x: Tensor) -> Tensor:
+    return (1 - x).relu()
+
+
+@pytest.mark.parametrize("samples", [4, 5, 30])
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (lambda x: torch.exp(-torch.cdist(x, x)).mean(), "cdist"),
+        (lambda x: torch.cdist(x, 2 * x, p=1).mean(), "cdist"),
+        (lambda x: F.pdist(x).square().mean(), "pdist"),
+        (lambda x: torch.cov(x.T).square().mean(), "cov"),
+        (lambda x: torch.corrcoef(x.T).square().mean(), "cov"),
+        (lambda x: torch.corrcoef(x).square().mean(), "cov"),
+        (lambda x: 1 - torch.corrcoef(torch.stack([x[:, 0], x[:, 1].detach()]))[0, 1], "cov"),
+        (lambda x: ((x - x.mean(0)).T @ (x - x.mean(0))).square().mean(), ""),  # not the same tensor twice
+        (lambda x: (lambda centered: (centered.T @ centered).square().mean())(x - x.mean(0)), "cov"),
+        (lambda x: F.mse_loss(x, x.detach()) + normal(x.std(0)).mean(), "std"),
+        (lambda x: normal(torch.var_mean(x, 0)[0]).mean(), "var"),
+        # Functions of each sample alone.
+        (lambda x: x.std(1).mean() + x.var(-1).mean(), ""),
+        (lambda x: torch.cdist(x, torch.zeros(len(x), 5)).mean(), ""),
+        (lambda x: torch.cdist(x, nn.Parameter(torch.zeros(len(x), 5))).mean(), ""),
+        (lambda x: torch.cdist(x[:, :, None], x[:, :, None]).mean(), ""),
+        (lambda x: (x[:, :, None] @ x[:, None]).softmax(-1).mean(), ""),  # attention
+        (lambda x: (x - x.mean(1, keepdim=True)).square().mean() + F.layer_norm(x, (5,)).mean(), ""),
+        (lambda x: (WEIGHT @ WEIGHT.T).square().mean() + torch.cdist(WEIGHT, WEIGHT).mean() + x.mean(), ""),
+    ],
+)
+def test_a_function_of_all_samples_is_warned_of_by_its_operation(loss: Loss, name: str, samples: int) -> None:
+    found = [line for line in warnings_of(loss, mean=True, samples=samples) if "is not a sum over samples" in line]
+    assert [f"but a function ({name}) of all samples of a micro-batch" in line for line in found] == [True] * bool(name)
+    check(loss, samples, mean=True, microbatches=1)
 
 
 @pytest.mark.parametrize("name", ["Mean", "Sum", "Mul", "Div", "Stack"])

@@ -26,7 +26,9 @@ from lockstep.loop.loss_terms import (
     Scale,
     are_sample_losses,
     count_kept_values,
+    depends_on_one_sample,
     depends_on_outputs,
+    find_mixing_operation,
     find_terms,
     find_uncanceled_divisions,
     get_operation_name,
@@ -127,7 +129,7 @@ class LossCheck:
         else:
             self._check_sum(step, graph, has_weights, step_weight)
         if not mean or microbatches > 1:
-            self._warn_about_nonlinear_terms(step, graph)
+            self._warn_about_nonlinear_terms(step, graph, root)
         return is_new
 
     @property
@@ -216,9 +218,14 @@ class LossCheck:
         divisors = [
             scale.value for scale in find_uncanceled_divisions(sums[0]) if not graph.is_expected_division(scale)
         ]
-        if len(sums) == len(graph.terms) and not divisors and all(map(graph.sums_all_samples, sums)):
+        # If there is one term per sample, a division by the number of samples may make it a mean over samples.
+        divides_by_samples = any(
+            scale.divides and scale.value == graph.microbatch.num_samples for scale in graph.shared
+        )
+        is_whole_loss = len(sums) == len(graph.terms) and not divisors and not divides_by_samples
+        if is_whole_loss and all(map(graph.sums_all_samples, sums)):
             raise make_refusal(
-                f"step {step}: {self._loss_description} is a sum over {sums[0].size:g} values",
+                f"step {step}: {self._loss_description} is a sum over {_count_values(sums):g} values",
                 f"pass it as {self._format_backward_call('sum')}, which step.update divides by the weight of the step; "
                 "to keep the gradient of a script that never divides the sum, use "
                 f"{self._format_backward_call('sum', f'{self._step_weight_code} * loss')}",
@@ -228,7 +235,7 @@ class LossCheck:
             subject = self._loss_description if len(sums) == len(graph.terms) else f"a part of {self._loss_description}"
             self._warn_once(
                 "part",
-                f"step {step}: {subject} is a sum over {sums[0].size:g} values{division_note} "
+                f"step {step}: {subject} is a sum over {_count_values(sums):g} values{division_note} "
                 f"({find_calling_line()}), in one of {microbatches} micro-batches of {graph.microbatch.num_samples} "
                 "samples, so its gradient depends on the number of micro-batches; divide it by the number of samples "
                 "of the micro-batch, or pass all parts as sums",
@@ -255,18 +262,24 @@ class LossCheck:
                 f"{_suggest_weight(graph)}",
             )
 
-    def _warn_about_nonlinear_terms(self, step: int, graph: "_LossGraph") -> None:
+    def _warn_about_nonlinear_terms(self, step: int, graph: "_LossGraph", root: Node) -> None:
         """Warn if a term is a nonlinear function of all samples of the micro-batch together."""
-        for term in graph.terms:
-            if not term.kind and is_nonlinear_reduction(term.node) and term.node not in graph.output_nodes:
-                name = term.node.name().partition("Backward")[0].lower()
-                self._warn_once(
-                    "function",
-                    f"step {step}: a part of {self._loss_description} is not a sum over samples, but a function "
-                    f"({name}) of all samples of a micro-batch ({find_calling_line()}), so it depends on the number of "
-                    f"micro-batches; pass the loss as {self._format_backward_call('mean')}, and do not change "
-                    "microbatches",
-                )
+        names = [
+            term.node.name().partition("Backward")[0].lower()
+            for term in graph.terms
+            if not term.kind and is_nonlinear_reduction(term.node) and term.node not in graph.output_nodes
+        ]
+        samples = graph.microbatch.num_samples
+        if not names and samples > 1 and graph.output_nodes:
+            names = [name for name in [find_mixing_operation(root, samples, graph.output_nodes)] if name]
+        if names:
+            self._warn_once(
+                "function",
+                f"step {step}: a part of {self._loss_description} is not a sum over samples, but a function "
+                f"({names[0]}) of all samples of a micro-batch ({find_calling_line()}), so it depends on the number of "
+                f"micro-batches; pass the loss as {self._format_backward_call('mean')}, and do not change "
+                "microbatches",
+            )
 
     def _warn_once(self, topic: str, warning: str) -> None:
         if topic not in self._warned:
@@ -288,8 +301,15 @@ class _LossGraph:
             for term in all_terms
             if depends_on_outputs(term.node, output_nodes) or is_mean_over_samples(term, microbatch, output_nodes)
         ]
-        if are_sample_losses(terms, microbatch.num_samples):
+        samples = microbatch.num_samples
+        if are_sample_losses(terms, samples):
             terms = [term._replace(kind="sum", size=1) for term in terms]
+        elif len(terms) >= samples > 1 and all(
+            depends_on_one_sample(term.node, samples, output_nodes) for term in terms
+        ):
+            # Factors may be weights that add up to 1, so only a sum without factors certainly isn't a mean.
+            sizes = () if any(term.scales for term in terms) else (samples,)
+            terms = [term._replace(kind="sum", size=1, sizes=sizes) for term in terms]
         self.terms: Sequence[LossTerm] = terms
         self.counts = {*map(float, (microbatch.num_samples, microbatch.weight)), *(term.size for term in terms)} - {
             0,
@@ -361,8 +381,14 @@ class _LossGraph:
             if not is_integer or any(scale not in find_uncanceled_divisions(term) for term in self.terms):
                 continue
             makes_mean = any(self.find_mean_divisor(term) == scale for term in self.terms)
-            if not (makes_mean or self.is_expected_division(scale)):
+            if not (makes_mean or self.is_expected_division(scale) or self._may_average_samples(scale)):
                 yield scale
+
+    def _may_average_samples(self, scale: Scale) -> bool:
+        """Return whether a division in a mean divides an unknown function, such as a dot product, by a sample count."""
+        samples = self.microbatch.num_samples
+        divides_by_count = scale.value in self.counts or (samples > 1 and not scale.value % samples)
+        return self._mean and divides_by_count and not any(term.kind for term in self.terms)
 
     def is_expected_division(self, scale: Scale) -> bool:
         """Return whether a division averages several losses, halves squared errors, or averages over a dim."""
@@ -393,6 +419,12 @@ def _list_last_operations(node: Node) -> list[type]:
         node = below
         operations.append(type(node))
     return operations
+
+
+def _count_values(sums: Sequence[LossTerm]) -> float:
+    """Return the number of values to report for a sum, given its terms. Losses of single samples are one sum."""
+    count = max(sums[0].size, math.prod(sums[0].sizes))
+    return count if count > 1 else len(sums)
 
 
 def _is_scaler_factor(scale: Scale) -> bool:

@@ -22,6 +22,9 @@ _LINEAR_OPERATIONS: Final = (
     *("TBackward", "TransposeBackward", "PermuteBackward"),
 )
 _SCALING_OPERATIONS: Final = ("MulBackward", "DivBackward")
+_DISTANCES: Final = ("CdistBackward", "EuclideanDistBackward")
+_DEVIATIONS: Final = ("StdBackward", "VarBackward", "StdMeanBackward", "VarMeanBackward")
+_SHAPE_OPERATIONS: Final = ("TBackward", "TransposeBackward", "PermuteBackward", "UnsqueezeBackward", "SqueezeBackward")
 _SUMMING_OPERATIONS: Final = ("DotBackward", "TraceBackward", "MeanBackward")
 
 
@@ -67,7 +70,7 @@ def find_terms(root: Node, num_samples: int, output_nodes: Collection[Node]) -> 
         term = pending.pop()
         if kind := _find_reduction(term.node, num_samples):
             terms.append(term._replace(kind=kind, size=_count_reduced_values(term.node), sizes=()))
-        elif term.node not in output_nodes and (operands := _find_linear_operands(term, output_nodes)):
+        elif term.node not in output_nodes and (operands := _find_linear_operands(term, num_samples, output_nodes)):
             pending += reversed(operands)
         else:
             terms.append(term)
@@ -101,6 +104,42 @@ def are_sample_losses(terms: Sequence[LossTerm], num_samples: int) -> bool:
     )
 
 
+def depends_on_one_sample(node: Node, num_samples: int, output_nodes: Collection[Node]) -> bool:
+    """Return whether a part of the loss depends on the outputs of the model only through the row of one sample.
+
+    Returns False if this isn't certain.
+    """
+    rows: set[int] = set()
+    pending, seen = [(node, 0)], set()
+    while pending:
+        edge = pending.pop()
+        if edge in seen or edge[0] is None:
+            continue
+        seen.add(edge)
+        if (row := _find_row(*edge, num_samples)) is not None:
+            rows.add(row)
+        elif edge[0] in output_nodes:
+            return False
+        else:
+            pending += edge[0].next_functions
+    return len(rows) == 1 and bool(output_nodes)
+
+
+def _find_row(node: Node, output_index: int, num_samples: int) -> int | None:
+    """Return the index of the sample that an operation selects along dim 0, or None if it doesn't select a sample.
+
+    If the number of values in a row is a multiple of the number of samples, dim 0 may be a different dim, such as time.
+    """
+    name = get_operation_name(node)
+    if not name.startswith(("UnbindBackward", "SelectBackward")) or node._saved_dim != 0:
+        return None
+    if name.startswith("UnbindBackward"):
+        num_rows, row_shape, index = len(node._input_metadata), node._input_metadata[0].shape, output_index
+    else:
+        (num_rows, *row_shape), index = node._saved_self_sym_sizes, node._saved_index
+    return int(index) if num_rows == num_samples and math.prod(row_shape) % num_samples else None
+
+
 def depends_on_outputs(node: Node, output_nodes: Collection[Node]) -> bool:
     """Return whether a part of the loss depends on an output of the model. Returns True if the outputs are unknown."""
     return not output_nodes or any(ancestor in output_nodes for ancestor in iterate_backward_nodes(node))
@@ -129,27 +168,98 @@ def is_nonlinear_reduction(node: Node) -> bool:
     return not node._input_metadata[0].shape
 
 
+def find_mixing_operation(root: Node, num_samples: int, output_nodes: Collection[Node]) -> str:
+    """Return the name of an operation that computes a function of all samples from outputs of the model, or "".
+
+    Finds pairwise distances, covariances, correlations and deviations over the samples.
+    """
+    pending, seen = [root], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen or node in output_nodes:
+            continue
+        seen.add(node)
+        if (name := _describe_mixing(node, num_samples, output_nodes)) and depends_on_outputs(node, output_nodes):
+            return name
+        pending += [next_node for next_node, _ in node.next_functions]
+    return ""
+
+
+def _describe_mixing(node: Node, num_samples: int, output_nodes: Collection[Node]) -> str:
+    """Return the name of an operation if it mixes samples, and "" otherwise. Returns "" if this isn't certain."""
+    name = get_operation_name(node)
+    shape = tuple(node._input_metadata[0].shape) if name else ()
+    inputs = [next_node for next_node, _ in node.next_functions]
+    if name.startswith(_DISTANCES) and shape == (num_samples, num_samples):
+        is_pairwise = all(side is not None and depends_on_outputs(side, output_nodes) for side in inputs)
+        return "cdist" if is_pairwise else ""
+    if name.startswith("PdistBackward"):
+        return "pdist" if shape == (math.comb(num_samples, 2),) else ""
+    if name.startswith(_DEVIATIONS):
+        sizes = _get_saved_shape(node)
+        mixes = bool(sizes) and 0 in _list_reduced_dims(node, sizes) and sizes[0] == num_samples
+        return name.partition("Backward")[0].partition("Mean")[0].lower() if mixes else ""
+    if not name.startswith("MmBackward"):
+        return ""
+    centered, other = map(_skip_shape_operations, inputs)  # torch.cov and torch.corrcoef multiply X - mean by itself
+    if centered is None or centered is not other or not get_operation_name(centered).startswith("SubBackward"):
+        return ""
+    average = _skip_shape_operations(centered.next_functions[1][0])
+    is_average = average is not None and get_operation_name(average).startswith(("DivBackward", "MeanBackward"))
+    return "cov" if is_average and num_samples in centered._input_metadata[0].shape else ""
+
+
+def _skip_shape_operations(node: Node) -> Node:
+    while node is not None and get_operation_name(node).startswith(_SHAPE_OPERATIONS):
+        node = node.next_functions[0][0]
+    return node
+
+
+def _get_saved_shape(node: Node) -> tuple[int, ...]:
+    try:
+        return tuple(node._saved_self.shape)
+    except RuntimeError:  # the saved tensor was modified in place, which autograd reports later
+        return ()
+
+
 def get_operation_name(node: Node) -> str:
     """Return the name of a PyTorch operation, or "" for a custom autograd function, which may use the same name."""
     name: str = node.name()
     return name if name[-1:].isdigit() else ""
 
 
-def _find_linear_operands(term: LossTerm, output_nodes: Collection[Node]) -> list[LossTerm]:
+def _find_linear_operands(term: LossTerm, num_samples: int, output_nodes: Collection[Node]) -> list[LossTerm]:
     """Return the operands of a linear operation as terms, or an empty list if the operation isn't linear."""
     node, name = term.node, get_operation_name(term.node)
     if name.startswith(_SCALING_OPERATIONS):
         return _find_scaled_operand(term, [next_node for next_node, _ in node.next_functions], output_nodes)
     if not name.startswith(_LINEAR_OPERATIONS):
         return []
-    if name.startswith("SumBackward") and not term.sizes:
-        sizes = tuple(node._saved_self_sym_sizes)
-        term = term._replace(kind="sum", sizes=sizes, size=math.prod(sizes))
+    if name.startswith(("SumBackward", "NansumBackward")) and (not term.sizes or term.size == 1):
+        term = _add_sum(term)
+    elif name.startswith("StackBackward") and term.sizes == (len(node.next_functions),) == (num_samples,):
+        term = term._replace(size=1)  # a sum of one value per sample
     elif name.startswith("MeanBackward") and (stack_size := _count_stacked_losses(node)):
         term = term._replace(scales=(*term.scales, Scale(node, float(stack_size), divides=True)))
     elif (mask := _find_mask(node)) is not None:
         term = term._replace(masks=(*term.masks, mask))
     return [term._replace(node=next_node) for next_node, _ in node.next_functions if next_node is not None]
+
+
+def _add_sum(term: LossTerm) -> LossTerm:
+    """Return the term of a sum. The values that `nansum` skips are a mask."""
+    node = term.node
+    if get_operation_name(node).startswith("SumBackward"):
+        sizes = tuple(node._saved_self_sym_sizes)
+        size = math.prod(sizes)
+        return term if term.sizes and size == 1 else term._replace(kind="sum", sizes=sizes, size=size)
+    try:
+        values = node._saved_self
+    except RuntimeError:  # the saved tensor was modified in place, which autograd reports later
+        return term
+    return term._replace(
+        kind="sum", sizes=tuple(values.shape), size=values.numel(), masks=(*term.masks, ~values.detach().isnan())
+    )
 
 
 def _find_mask(node: Node) -> Tensor | None:
@@ -224,9 +334,9 @@ def _count_stacked_losses(node: Node) -> int:
     return len(inner.next_functions) if stacks and _list_reduced_dims(node) == [0] and not inner._saved_dim else 0
 
 
-def _list_reduced_dims(node: Node) -> list[int]:
-    """Return the dims that a mean reduces."""
-    ndim = len(node._saved_self_sym_sizes)
+def _list_reduced_dims(node: Node, sizes: Sequence[int] | None = None) -> list[int]:
+    """Return the dims that a mean or a similar operation reduces. `sizes` defaults to the sizes that the node saved."""
+    ndim = len(node._saved_self_sym_sizes if sizes is None else sizes)
     dims = getattr(node, "_saved_dim", None) or range(ndim)
     return sorted({(dim - (1 << 64) if dim >= 1 << 63 else dim) % ndim for dim in dims})
 
