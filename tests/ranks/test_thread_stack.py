@@ -1,8 +1,11 @@
 """The stack of another thread, as the watch over stalls reads it while that thread runs."""
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from lockstep.ranks.thread_stack import StackLine, parse_dump, read_stack
 
@@ -26,6 +29,11 @@ def test_a_dump_is_split_by_its_threads() -> None:
     ]
     assert parse_dump(DUMP, 0xBEEF) == [StackLine("/a/train.py", 7, "<lambda>")]
     assert parse_dump(DUMP, 0x7FD39EAA96C0) == parse_dump(DUMP, 1) == parse_dump("", 1) == []
+
+
+def test_a_system_without_files_in_memory_takes_a_temporary_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    assert any(line.function.startswith("test_a_system") for line in read_stack(threading.get_ident()))
 
 
 def test_a_thread_is_read_where_it_stands_and_while_it_runs() -> None:

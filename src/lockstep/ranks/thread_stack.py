@@ -8,7 +8,6 @@ process with SIGSEGV (https://github.com/python/cpython/issues/99110, and a pipe
 import faulthandler
 import os
 import re
-import sys
 import tempfile
 from typing import Final, NamedTuple
 
@@ -46,8 +45,8 @@ def parse_dump(dump: str, thread: int) -> list[StackLine]:
 
 def _dump_stacks() -> str:
     # A file and not a pipe: nothing could read from a full pipe, because this thread holds the interpreter lock.
-    in_memory = sys.platform == "linux"
-    with os.fdopen(os.memfd_create("stacks"), "w+b") if in_memory else tempfile.TemporaryFile() as file:
+    create = getattr(os, "memfd_create", None)  # only Linux
+    with tempfile.TemporaryFile() if create is None else os.fdopen(create("stacks"), "w+b") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return file.read().decode("ascii", "replace")

@@ -61,7 +61,10 @@ def find_task(recipe: Mapping[str, Any], model: str, dataset_info: DatasetInfo, 
             f"{loss_name}}}"
         )
     if name != "classification" and (loss["name"] != _CROSS_ENTROPY or loss["label_smoothing"]):
-        raise UsageError(f"recipe.loss: only supported by classification, but the task is {name}{reason}; remove it")
+        raise UsageError(
+            f"recipe.loss: only supported by classification, but the task is {name}{reason}; remove it, or pass "
+            f"recipe.loss= to unset it"
+        )
     if is_custom:
         return TaskChoice(_import_task(name, options, dataset_info), f"task {name}")
     task: Task
