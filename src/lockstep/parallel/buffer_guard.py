@@ -55,6 +55,8 @@ class BufferGuard:
             if id(buffer) not in exempt_ids
         ]
         self._names = self._get_buffer_names()
+        # Without buffers to compare, a checker has no state, so all forward passes share it.
+        self._stateless_checker = None if self._locations else _BufferChecker(self)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -80,7 +82,7 @@ class BufferGuard:
 
     def watch_buffers(self) -> "_BufferChecker":
         """Raise UsageError if the forward pass in the `with` block writes to, replaces, adds or removes a buffer."""
-        return _BufferChecker(self)
+        return self._stateless_checker or _BufferChecker(self)
 
     def _get_buffer_states(self) -> list[tuple[Tensor | None, int]]:
         return [_get_buffer_state(module._buffers.get(name)) for _, module, name in self._locations]
@@ -89,6 +91,8 @@ class BufferGuard:
         if sum(map(len, self._buffers)) != len(self._names):
             path, name = min(self._get_buffer_names() ^ self._names)
             raise _make_buffer_error(path, self._modules[path], name)
+        if not states:
+            return
         for (path, module, name), (buffer, version) in zip(self._locations, states, strict=False):
             current, current_version = _get_buffer_state(module._buffers.get(name))
             if current is not buffer or current_version != version:
