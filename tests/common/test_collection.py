@@ -42,8 +42,9 @@ FROZEN = """
 import atexit, gc
 atexit.register(lambda: print(gc.get_freeze_count()))
 from lockstep.common.collection import reduce_garbage_collection, exclude_imports
+at_start = gc.get_freeze_count()
 exclude_imports()
-before = gc.get_freeze_count()
+before = gc.get_freeze_count() - at_start
 reduce_garbage_collection()
 exclude_imports()
 frozen = gc.get_freeze_count()
