@@ -325,7 +325,7 @@ def mpirun_killed(run: Run, choose: random.Random) -> Seen:
 
 
 def killed_while_it_starts(run: Run, choose: random.Random) -> Seen:
-    """SIGKILL to Lockstep, torchrun or mpirun at a random moment of its start; what it started ends with it."""
+    """SIGKILL to Lockstep, torchrun or mpirun while it starts; the processes that it started end too."""
     name = choose.choice(["lockstep", "mpirun", "torchrun"])
     after_s = choose.uniform(0.0, _START_S)
     job = run.start([*_LAUNCHERS[name], *LOCKSTEP, *run.train("placement.processes=2")], **_AS_ROOT)

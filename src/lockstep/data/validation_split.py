@@ -1,4 +1,4 @@
-"""Selects validation samples with a hash function, for datasets without a validation split."""
+"""The names of splits, and a hash function that selects validation samples for datasets without a validation split."""
 
 import hashlib
 import os
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from lockstep.core import random
 from lockstep.errors import UsageError
 
+# Names of files or folders that usually contain a split.
+TRAIN_NAMES: Final = ("train", "training")
+HELD_OUT_NAMES: Final = ("test", "testing", "val", "valid", "validation", "dev")
 _DEFAULT_FRACTION: Final = 0.1
 _SPLIT_KEY: Final = random.make_key(random.SPLIT)
 

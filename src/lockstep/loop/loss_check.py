@@ -264,19 +264,22 @@ class LossCheck:
 
     def _warn_about_nonlinear_terms(self, step: int, graph: "_LossGraph", root: Node) -> None:
         """Warn if a term is a nonlinear function of all samples of the micro-batch together."""
-        names = [
-            term.node.name().partition("Backward")[0].lower()
+        nonlinear_nodes = (
+            term.node
             for term in graph.terms
             if not term.kind and is_nonlinear_reduction(term.node) and term.node not in graph.output_nodes
-        ]
+        )
         samples = graph.microbatch.num_samples
-        if not names and samples > 1 and graph.output_nodes:
-            names = [name for name in [find_mixing_operation(root, samples, graph.output_nodes)] if name]
-        if names:
+        name = ""
+        if (node := next(nonlinear_nodes, None)) is not None:
+            name = node.name().partition("Backward")[0].lower()
+        elif samples > 1 and graph.output_nodes:
+            name = find_mixing_operation(root, samples, graph.output_nodes)
+        if name:
             self._warn_once(
                 "function",
                 f"step {step}: a part of {self._loss_description} is not a sum over samples, but a function "
-                f"({names[0]}) of all samples of a micro-batch ({find_calling_line()}), so it depends on the number of "
+                f"({name}) of all samples of a micro-batch ({find_calling_line()}), so it depends on the number of "
                 f"micro-batches; pass the loss as {self._format_backward_call('mean')}, and do not change "
                 "microbatches",
             )

@@ -173,15 +173,9 @@ def find_mixing_operation(root: Node, num_samples: int, output_nodes: Collection
 
     Finds pairwise distances, covariances, correlations and deviations over the samples.
     """
-    pending, seen = [root], set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen or node in output_nodes:
-            continue
-        seen.add(node)
+    for node in iterate_backward_nodes(root, output_nodes):
         if (name := _describe_mixing(node, num_samples, output_nodes)) and depends_on_outputs(node, output_nodes):
             return name
-        pending += [next_node for next_node, _ in node.next_functions]
     return ""
 
 
@@ -196,7 +190,8 @@ def _describe_mixing(node: Node, num_samples: int, output_nodes: Collection[Node
     if name.startswith("PdistBackward"):
         return "pdist" if shape == (math.comb(num_samples, 2),) else ""
     if name.startswith(_DEVIATIONS):
-        sizes = _get_saved_shape(node)
+        values = _get_saved_input(node)
+        sizes = () if values is None else tuple(values.shape)
         mixes = bool(sizes) and 0 in _list_reduced_dims(node, sizes) and sizes[0] == num_samples
         return name.partition("Backward")[0].partition("Mean")[0].lower() if mixes else ""
     if not name.startswith("MmBackward"):
@@ -215,11 +210,13 @@ def _skip_shape_operations(node: Node) -> Node:
     return node
 
 
-def _get_saved_shape(node: Node) -> tuple[int, ...]:
+def _get_saved_input(node: Node) -> Tensor | None:
+    """Return the input that an operation saved for the backward pass, or None if it was modified in place."""
     try:
-        return tuple(node._saved_self.shape)
-    except RuntimeError:  # the saved tensor was modified in place, which autograd reports later
-        return ()
+        values: Tensor = node._saved_self
+    except RuntimeError:  # autograd reports the modification later
+        return None
+    return values
 
 
 def get_operation_name(node: Node) -> str:
@@ -253,9 +250,8 @@ def _add_sum(term: LossTerm) -> LossTerm:
         sizes = tuple(node._saved_self_sym_sizes)
         size = math.prod(sizes)
         return term if term.sizes and size == 1 else term._replace(kind="sum", sizes=sizes, size=size)
-    try:
-        values = node._saved_self
-    except RuntimeError:  # the saved tensor was modified in place, which autograd reports later
+    values = _get_saved_input(node)
+    if values is None:
         return term
     return term._replace(
         kind="sum", sizes=tuple(values.shape), size=values.numel(), masks=(*term.masks, ~values.detach().isnan())

@@ -68,7 +68,7 @@ class Gate:
         return self.num_batches if self.open or self.step else 0
 
     def begin_batch(self) -> None:
-        """Begin a micro-batch or a batch of `run.each`, in which the model may be called."""
+        """Begin a micro-batch or a batch of `run.each`. The model may be called until the batch ends."""
         self.open = True
         self.num_batches += 1
 

@@ -63,7 +63,7 @@ class OptimizerCheck:
             return
         batch = self._gate.current_batch
         for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
-            if batch and self._batches.get(tensor, batch) != batch:
+            if self._is_trained_elsewhere(tensor):
                 raise make_refusal(
                     f"{self._gate.error_prefix}{type(optimizer).__name__}.step() trains a tensor of shape "
                     f"{list(tensor.shape)} outside the placed model within {self._place}, where each rank has its own "
@@ -77,14 +77,18 @@ class OptimizerCheck:
 
     def _check_gradient(self, tensor: Tensor) -> None:
         """Raise UsageError if a gradient is computed in a batch for a tensor that was also trained elsewhere."""
-        batch = self._gate.current_batch
-        if batch and self._batches.get(tensor, batch) != batch:
+        if self._is_trained_elsewhere(tensor):
             raise make_refusal(
                 f"{self._gate.error_prefix}a backward within {self._place}, where each rank has its own samples, "
                 f"computes the gradient of a tensor of shape {list(tensor.shape)} outside the placed model, which a "
                 f"separate optimizer trains",
                 _ADVICE,
             )
+
+    def _is_trained_elsewhere(self, tensor: Tensor) -> bool:
+        """Return whether a batch is in progress and `tensor` was last trained between steps or in another batch."""
+        batch = self._gate.current_batch
+        return bool(batch) and self._batches.get(tensor, batch) != batch
 
     @property
     def _place(self) -> str:

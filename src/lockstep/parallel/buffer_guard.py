@@ -91,8 +91,6 @@ class BufferGuard:
         if sum(map(len, self._buffers)) != len(self._names):
             path, name = min(self._get_buffer_names() ^ self._names)
             raise _make_buffer_error(path, self._modules[path], name)
-        if not states:
-            return
         for (path, module, name), (buffer, version) in zip(self._locations, states, strict=False):
             current, current_version = _get_buffer_state(module._buffers.get(name))
             if current is not buffer or current_version != version:

@@ -22,7 +22,7 @@ elements of a parameter are in memory order and padded with zeros, so that each 
 it were allocated separately.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, cast, final
@@ -225,9 +225,12 @@ def get_wide_gradient(parameter: nn.Parameter) -> Tensor:
     return gradient if gradient.dtype is dtype else gradient.to(dtype)  # faster than `to` if the dtype is the same
 
 
-def iterate_backward_nodes(root: Any) -> Iterator[Any]:
-    """Yield the autograd node `root` and all nodes that are reachable from it in the backward graph."""
-    pending, visited = [root], {root}
+def iterate_backward_nodes(root: Any, boundary: Collection[Any] = ()) -> Iterator[Any]:
+    """Yield the autograd node `root` and all nodes that are reachable from it in the backward graph.
+
+    Nodes in `boundary`, and nodes that are only reachable through them, aren't yielded.
+    """
+    pending, visited = [] if root in boundary else [root], {root, *boundary}
     while pending:
         yield (node := pending.pop())
         for following, _ in node.next_functions:

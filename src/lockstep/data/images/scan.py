@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.common.patterns import list_some
-from lockstep.data.validation_split import is_held_out, select_held_out
+from lockstep.data.validation_split import HELD_OUT_NAMES, TRAIN_NAMES, is_held_out, select_held_out
 from lockstep.errors import UsageError
 
 IMAGE_SUFFIXES: Final = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -16,7 +16,6 @@ IMAGE_SUFFIXES: Final = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif"
 OTHER_IMAGE_SUFFIXES: Final = (".gif", ".avif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jxl", ".tga")
 VALIDATION_PER_CLASS: Final = 0.1  # default validation fraction if the root directly contains the class folders
 _MAX_SHOWN: Final = 5
-_SPLIT_NAMES: Final = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev"})
 _CLASSES_ADVICE: Final = ", or in only <class>/, which is then split into training and validation"
 _FRACTION_ADVICE: Final = (
     ", or set recipe.data.options.validation_per_class=0.1 to use a fraction of train/ for validation (0 for no "
@@ -142,7 +141,7 @@ def _check_layout(root: Path, images: dict[str, list[str]]) -> None:
             f"required; set recipe.data.root to the folder that contains the class folders"
         )
     nested = {name for name, files in images.items() if all(root / name != Path(file).parent for file in files)}
-    if splits := sorted(name for name in nested if name.lower() in _SPLIT_NAMES):
+    if splits := sorted(name for name in nested if name.lower() in (*TRAIN_NAMES, *HELD_OUT_NAMES)):
         raise UsageError(
             f"dataset folder: {root / splits[0]} contains folders and has the name of a split; rename the splits to "
             f"train and val, or set recipe.data.options.validation_per_class={VALIDATION_PER_CLASS} if it is a class"

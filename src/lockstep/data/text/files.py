@@ -14,12 +14,10 @@ from lockstep.data.options import Count, Fraction, Text
 from lockstep.data.request import DataRequest
 from lockstep.data.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, build_char_tokenizer
 from lockstep.data.text.windows import TokenArray, make_window_dataset
-from lockstep.data.validation_split import get_validation_fraction
+from lockstep.data.validation_split import HELD_OUT_NAMES, TRAIN_NAMES, get_validation_fraction
 from lockstep.errors import UsageError
 
 _MAX_SHOWN: Final = 5
-_HELD_OUT: Final = re.compile(r"(?<![a-z])(?:test|testing|val|valid|validation|dev)(?![a-z])")
-_TRAIN: Final = ("train", "training")
 _DIGITS: Final = re.compile(r"\d+")
 
 
@@ -106,6 +104,7 @@ def _check_no_splits(root: Path, files: Sequence[Path]) -> None:
     This is the case if a name is equal to that of training data except for the word of the split, such as
     wiki-train.txt and wiki-test.txt, or if a name directly in `root` is only this word, such as test.txt.
     """
+    held_out_word = re.compile(rf"(?<![a-z])(?:{'|'.join(HELD_OUT_NAMES)})(?![a-z])")
     names_by_folder: dict[Path, dict[Path, str]] = {}
     for file in files:
         relative = file.relative_to(root)
@@ -116,8 +115,8 @@ def _check_no_splits(root: Path, files: Sequence[Path]) -> None:
         str(entry)
         for folder, names in names_by_folder.items()
         for entry, name in names.items()
-        if (_HELD_OUT.search(name) and any(_HELD_OUT.sub(word, name) in names.values() for word in _TRAIN))
-        or (folder == Path() and len(names) > 1 and _HELD_OUT.fullmatch(name))
+        if (held_out_word.search(name) and any(held_out_word.sub(word, name) in names.values() for word in TRAIN_NAMES))
+        or (folder == Path() and len(names) > 1 and held_out_word.fullmatch(name))
     ]
     if held_out:
         raise UsageError(
