@@ -28,7 +28,7 @@ class Net(nn.Module):
 def test_a_checkpoint_of_torch_computes_a_wrong_gradient_of_rrelu() -> None:
     """The reason for the check. If this fails, torch is right by now: remove lockstep/parallel/random_relu.py."""
     gradients = []
-    # The checkpoint first: it reads memory that it never wrote, which may hold the noise of a call without a checkpoint.
+    # The checkpoint first: it reads memory that it never wrote, and this may hold the noise of an earlier call.
     for checkpoints in (True, False):
         torch.manual_seed(0)
         inputs = torch.randn(64, requires_grad=True)
