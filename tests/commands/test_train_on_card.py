@@ -29,7 +29,7 @@ MAY_WAIT = {
     "compute_step_sums": "a report",
     "evaluate": "an evaluation",
     "_to_int_tensor": "a report or an evaluation: the task's whole numbers",
-    "sum_batches_over_ranks": "a report or an evaluation: what is not whole",
+    "compute_total": "a report or an evaluation: what is not whole",
     "details": "an evaluation: the confusion matrix",
     "to_bytes": "a save",
     "_make_word_keys": "the first digest",

@@ -303,3 +303,19 @@ def test_an_order_of_the_user_s_own_is_dealt_out_as_the_shuffle_is() -> None:
 
     assert samples(order="sequential") == [*range(10)]
     assert samples(order=lambda epoch: [7] * 8) == [7] * 8
+
+
+def test_an_epoch_that_is_left_early_begins_again_with_a_warning_or_not_with_set_epoch() -> None:
+    sampler = BatchSampler(SAMPLES, batch=BATCH, seed=SEED)
+    whole = [*sampler]
+    assert [*sampler] != whole  # the next epoch
+    first = next(iter(sampler))
+    with pytest.warns(UserWarning, match="did not reach the end of epoch 2, so this iteration starts at the same step"):
+        assert next(iter(sampler)) == first
+    sampler.set_epoch(3)
+    third = next(iter(sampler))
+    assert third != first
+    sampler.set_epoch(3)
+    assert next(iter(sampler)) == third
+    sampler.load_state_dict({"steps": 0})
+    assert [*sampler] == whole

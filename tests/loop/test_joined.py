@@ -225,8 +225,8 @@ def test_an_epoch_loop_around_the_steps_is_refused_and_told_both_ways():
         assert steps(run, model) == [1, 2, 3]
         with pytest.raises(
             UsageError,
-            match=r"3 steps are done, and epochs=1 ends after step 3 \(.*loops\.py:\d+\); remove the outer loop, or "
-            r"pass `epochs=epoch \+ 1`, because epochs count from the start of the run",
+            match=r"3 steps are done, and epochs=1 ends after step 3 \(.*loops\.py:\d+\); remove the outer loop, and "
+            r"use `if step.every\(epochs=1\):` for .*; for a second phase, pass more `epochs`, which count from the",
         ):
             steps(run, model)
 

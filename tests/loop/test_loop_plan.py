@@ -8,6 +8,7 @@ import pytest
 import torch
 import worlds
 from loop_ends import ended
+from one_process import joined
 from torch.utils.data import TensorDataset
 
 from lockstep.core.sample_order import SampleOrder
@@ -124,3 +125,14 @@ def test_an_order_of_the_loop_is_the_same_on_every_rank_or_refused() -> None:
     assert {*worlds.run(3, ended, "ddp", order_of_epochs), *worlds.run(2, ended, "zero3", order_of_epochs)} == {one}
     for text in worlds.run(2, ended, "ddp", order_by_rank):
         assert re.match(r"run.steps: the order of epoch 1: rank 1 .*; compute order= only from the epoch", text), text
+
+
+def test_an_order_that_depends_on_earlier_calls_is_refused() -> None:
+    generator = torch.Generator().manual_seed(0)
+    with joined() as run:
+        loops.placed(run)
+        with pytest.raises(
+            UsageError, match="different indices when it was called twice for epoch 0, so a resumed run"
+        ):
+            run.steps(loops.data(), batch=16, epochs=2, order=lambda _: torch.randperm(40, generator=generator))
+        run.steps(loops.data(), batch=16, epochs=2, order=lambda _: torch.randperm(40))  # the run seeds this generator

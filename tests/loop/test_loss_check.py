@@ -533,6 +533,10 @@ def test_a_function_of_what_all_samples_give_is_taken_and_warned_of_once(loss: L
     assert f"step 1: a part of the loss is not a sum over samples, but a function ({name}) of all samples" in line
 
 
+def views(x: Tensor) -> Tensor:
+    return torch.cat([x, -x]).repeat(1, 3)
+
+
 def normal(x: Tensor) -> Tensor:
     return (1 - x).relu()
 
@@ -548,8 +552,12 @@ def normal(x: Tensor) -> Tensor:
         (lambda x: torch.corrcoef(x.T).square().mean(), "cov"),
         (lambda x: torch.corrcoef(x).square().mean(), "cov"),
         (lambda x: 1 - torch.corrcoef(torch.stack([x[:, 0], x[:, 1].detach()]))[0, 1], "cov"),
-        (lambda x: ((x - x.mean(0)).T @ (x - x.mean(0))).square().mean(), ""),  # not the same tensor twice
+        (lambda x: ((x - x.mean(0)).T @ (x - x.mean(0))[:, :3]).square().mean(), ""),  # not the same tensor twice
         (lambda x: (lambda centered: (centered.T @ centered).square().mean())(x - x.mean(0)), "cov"),
+        (lambda x: F.cross_entropy(x @ (2 * x).T, torch.arange(len(x))), "matmul"),  # CLIP
+        (lambda x: (views(x) @ views(x).T).log_softmax(1).diagonal().mean(), "matmul"),  # SimCLR
+        (lambda x: F.cross_entropy(torch.einsum("ic,jc->ij", x, 2 * x), torch.arange(len(x))), "matmul"),
+        (lambda x: -F.logsigmoid((x @ x.T) * (2 * torch.eye(len(x)) - 1)).sum() / len(x), "matmul"),  # SigLIP
         (lambda x: F.mse_loss(x, x.detach()) + normal(x.std(0)).mean(), "std"),
         (lambda x: normal(torch.var_mean(x, 0)[0]).mean(), "var"),
         # Functions of each sample alone.
@@ -558,6 +566,8 @@ def normal(x: Tensor) -> Tensor:
         (lambda x: torch.cdist(x, nn.Parameter(torch.zeros(len(x), 5))).mean(), ""),
         (lambda x: torch.cdist(x[:, :, None], x[:, :, None]).mean(), ""),
         (lambda x: (x[:, :, None] @ x[:, None]).softmax(-1).mean(), ""),  # attention
+        (lambda x: F.cross_entropy(x @ torch.randn(5, len(x)), torch.arange(len(x))), ""),  # constant classes
+        (lambda x: F.cross_entropy(x @ nn.Parameter(torch.randn(5, len(x))), torch.arange(len(x))), ""),
         (lambda x: (x - x.mean(1, keepdim=True)).square().mean() + F.layer_norm(x, (5,)).mean(), ""),
         (lambda x: (WEIGHT @ WEIGHT.T).square().mean() + torch.cdist(WEIGHT, WEIGHT).mean() + x.mean(), ""),
     ],

@@ -141,6 +141,11 @@ def saved_first(run: Any, scheduler: Any) -> None:
     scheduler.step()
 
 
+def saved_before_a_setting(run: Any, scheduler: Any) -> None:
+    run.save()
+    scheduler.optimizer.param_groups[-1]["weight_decay"] = 0.5
+
+
 def by_hand(run: Any, scheduler: Any) -> None:
     scheduler.optimizer.param_groups[0]["lr_scale"] = 0.5
 
@@ -148,6 +153,7 @@ def by_hand(run: Any, scheduler: Any) -> None:
 REFUSED: dict[str, tuple[dict[str, float], Callable[[Any, Any], None]]] = {
     "step 1: got lr=0.1, but a scheduler sets the learning rate": ({"lr": 0.1}, lambda *_: None),
     "step 1: scheduler.step() was called after run.save": ({}, saved_first),
+    "step 1: weight_decay of an optimizer group was changed after run.save": ({}, saved_before_a_setting),
     "lr_scale of an optimizer group was changed, but a scheduler sets its rate": ({}, by_hand),
 }
 
@@ -220,3 +226,17 @@ def test_a_run_goes_on_with_the_scheduler_that_it_had(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=text), joined(dir=tmp_path / "run") as run:
             train(run, make)
+
+
+@pytest.mark.parametrize("steps_it", [True, False])
+def test_a_scheduler_that_never_moves_is_warned_of(capsys: pytest.CaptureFixture[str], steps_it: bool) -> None:
+    with joined() as run:
+        model = loops.net()
+        optimizer = groups(model)
+        scheduler = lr_scheduler.StepLR(optimizer, 2)
+        model, optimizer = run.place(model, optimizer, scheduler=scheduler)
+        for step in loops.computed(run, model, epochs=4):
+            step.update()
+            if steps_it and step.every(epochs=2):
+                scheduler.step()
+    assert "".join(capsys.readouterr()).count("the script never stepped its scheduler") == (not steps_it)

@@ -83,9 +83,7 @@ class SampleOrder:
         return lru_cache(2)(self._compute_indices)  # the data loader can be one epoch ahead of the training loop
 
     def _compute_indices(self, epoch: int) -> NDArray[np.int64]:
-        assert not isinstance(self.order, str)
-        with UserCode(f"{self.label}: order"):
-            result = np.asarray(self.order(epoch))
+        result = self._call_order_function(epoch)
         if result.ndim != 1 or not len(result) or result.dtype.kind not in "iu":
             raise UsageError(
                 f"{self.label}: the order of epoch {epoch} has dtype {result.dtype} and shape {list(result.shape)}; "
@@ -97,7 +95,18 @@ class SampleOrder:
                 f"{self.label}: the order of epoch {epoch} has indices from {indices.min()} to {indices.max()}, but "
                 f"there are {self.num_samples} samples; return indices from 0 to {self.num_samples - 1}"
             )
+        if epoch == 0 and not np.array_equal(result, self._call_order_function(epoch)):
+            raise UsageError(
+                f"{self.label}: the order function returned different indices when it was called twice for epoch 0, so "
+                f"a resumed run would have a different order; compute the order only from the epoch and a seed, such "
+                f"as torch.Generator().manual_seed(epoch)"
+            )
         return indices
+
+    def _call_order_function(self, epoch: int) -> NDArray[Any]:
+        assert not isinstance(self.order, str)
+        with UserCode(f"{self.label}: order"):
+            return np.asarray(self.order(epoch))
 
 
 def _identity(positions: NDArray[np.int64]) -> NDArray[np.int64]:

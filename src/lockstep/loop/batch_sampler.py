@@ -1,6 +1,7 @@
 """`lockstep.BatchSampler`: the sample order of Lockstep, for a trainer or a plain PyTorch loop that you keep."""
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from numbers import Integral
 from typing import NoReturn, final
@@ -25,8 +26,9 @@ class BatchSampler(Sampler[list[int]]):
     `batch` samples across all ranks. These are the same samples in the same order as in a recipe or in `run.steps`.
     Each step is split into `microbatches`. Each rank gets a contiguous range of the micro-batches, and yields the
     sample indices of one micro-batch at a time. If you don't set `microbatches`, each rank yields one list of indices
-    per step. An iteration ends at the end of the epoch, and the next iteration continues with the next epoch. Call
-    `set_epoch` to jump to an epoch. Memory use doesn't grow with `length`, unless `order` is a function.
+    per step. An iteration ends at the end of the epoch, and the next iteration continues with the next epoch. If your
+    loop leaves epochs early, call `set_epoch` before each epoch. Memory use doesn't grow with `length`, unless `order`
+    is a function.
 
     `steps_done` is the step to start from. It is the only state of the sampler, and it is the same on all ranks and for
     any world size. DataLoader workers prefetch batches, so the sampler can be ahead of your training loop. To resume
@@ -99,9 +101,11 @@ class BatchSampler(Sampler[list[int]]):
             )
         self._first_step = self._steps_yielded = steps
         self._assigned_steps = None
+        self._is_iterating = False  # whether an iteration began that hasn't reached the end of its epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the first step of `epoch` (from 0). No-op if it already starts in this epoch."""
+        self._is_iterating = False
         if self._first_step // self._steps.per_epoch != epoch:
             self._first_step = self._steps_yielded = epoch * self._steps.per_epoch
 
@@ -120,6 +124,14 @@ class BatchSampler(Sampler[list[int]]):
                 f"now rank {rank_and_size[0]} of {rank_and_size[1]}; create it after the process group is "
                 f"initialized, or pass rank= and world_size="
             )
+        if self._is_iterating:
+            warnings.warn(
+                f"BatchSampler: the previous iteration did not reach the end of epoch "
+                f"{self._first_step // self._steps.per_epoch}, so this iteration starts at the same step again; call "
+                f"set_epoch before each epoch",
+                stacklevel=2,
+            )
+        self._is_iterating = True
         first_step = self._steps[self._first_step]
         order = self._order.get_epoch_order(first_step.epoch)
         end = (first_step.epoch + 1) * self._steps.per_epoch
@@ -130,7 +142,7 @@ class BatchSampler(Sampler[list[int]]):
                 yield order(np.arange(microbatches[index].start, microbatches[index].stop)).tolist()
             self._steps_yielded = step.number + 1
             if step.last_of_epoch:  # set this before the last yield, because a trainer may never resume the iterator
-                self._first_step = end
+                self._first_step, self._is_iterating = end, False
             yield order(np.arange(microbatches[last_index].start, microbatches[last_index].stop)).tolist()
 
     @property

@@ -56,11 +56,11 @@ class LoopCheckpoints:
         self._placed.load_settings(saved, self._rank.warn)
         self._state.load(path, saved.get("state", {}), get_unsharded_tensors(resumed.snapshot.script or {}))
 
-    def save(self) -> list[Saved]:
+    def save(self, *, after_loop: bool = False) -> list[Saved]:
         """Save a checkpoint, and return the events of the saves that have completed since the last call.
 
-        With `save_async`, this save continues in the background, and its event is returned later. Raises UsageError if
-        the values to save differ between ranks.
+        `after_loop` is whether the script saves after a loop has ended. With `save_async`, this save continues in the
+        background, and its event is returned later. Raises UsageError if the values to save differ between ranks.
         """
         placed, world = self._placed, self._rank.world
         placed.check_structure()
@@ -77,7 +77,9 @@ class LoopCheckpoints:
         self._state.record_save((values_json, compare_tensors(world, tensors)), call_site)
         if placed.scheduler is not None:
             placed.scheduler.record_save()
+        placed.groups.record_save()
         placed.modes.record_save()
+        self._record.record_save(after_loop=after_loop)
         return self._checkpoints.save()
 
     def save_last(self, progress: Progress) -> list[Saved]:

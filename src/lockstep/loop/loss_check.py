@@ -279,9 +279,9 @@ class LossCheck:
             self._warn_once(
                 "function",
                 f"step {step}: a part of {self._loss_description} is not a sum over samples, but a function "
-                f"({name}) of all samples of a micro-batch ({find_calling_line()}), so it depends on the number of "
-                f"micro-batches; pass the loss as {self._format_backward_call('mean')}, and do not change "
-                "microbatches",
+                f"({name}) of all samples of a micro-batch ({find_calling_line()}), here {samples}, so it depends on "
+                f"the number of micro-batches; microbatches=1 computes it over all samples of a step, on one process; "
+                f"otherwise, pass the loss as {self._format_backward_call('mean')}, and do not change microbatches",
             )
 
     def _warn_once(self, topic: str, warning: str) -> None:

@@ -23,6 +23,8 @@ _LINEAR_OPERATIONS: Final = (
 )
 _SCALING_OPERATIONS: Final = ("MulBackward", "DivBackward")
 _DISTANCES: Final = ("CdistBackward", "EuclideanDistBackward")
+_MATRIX_PRODUCTS: Final = ("MmBackward", "BmmBackward")
+_MAX_VIEWS: Final = 8  # the maximum number of augmented views of a sample in a pairwise product
 _DEVIATIONS: Final = ("StdBackward", "VarBackward", "StdMeanBackward", "VarMeanBackward")
 _SHAPE_OPERATIONS: Final = ("TBackward", "TransposeBackward", "PermuteBackward", "UnsqueezeBackward", "SqueezeBackward")
 _SUMMING_OPERATIONS: Final = ("DotBackward", "TraceBackward", "MeanBackward")
@@ -171,7 +173,7 @@ def is_nonlinear_reduction(node: Node) -> bool:
 def find_mixing_operation(root: Node, num_samples: int, output_nodes: Collection[Node]) -> str:
     """Return the name of an operation that computes a function of all samples from outputs of the model, or "".
 
-    Finds pairwise distances, covariances, correlations and deviations over the samples.
+    Finds pairwise distances and products, covariances, correlations and deviations over the samples.
     """
     for node in iterate_backward_nodes(root, output_nodes):
         if (name := _describe_mixing(node, num_samples, output_nodes)) and depends_on_outputs(node, output_nodes):
@@ -194,14 +196,37 @@ def _describe_mixing(node: Node, num_samples: int, output_nodes: Collection[Node
         sizes = () if values is None else tuple(values.shape)
         mixes = bool(sizes) and 0 in _list_reduced_dims(node, sizes) and sizes[0] == num_samples
         return name.partition("Backward")[0].partition("Mean")[0].lower() if mixes else ""
-    if not name.startswith("MmBackward"):
-        return ""
-    centered, other = map(_skip_shape_operations, inputs)  # torch.cov and torch.corrcoef multiply X - mean by itself
+    if name.startswith("MmBackward") and _is_covariance(inputs, num_samples):
+        return "cov"
+    return "matmul" if name.startswith(_MATRIX_PRODUCTS) and _is_pairwise(node, num_samples, output_nodes) else ""
+
+
+def _is_covariance(operands: Sequence[Node], num_samples: int) -> bool:
+    """Return whether `torch.cov` or `torch.corrcoef` computes a matrix product. They multiply X - mean by itself."""
+    centered, other = map(_skip_shape_operations, operands)
     if centered is None or centered is not other or not get_operation_name(centered).startswith("SubBackward"):
-        return ""
+        return False
     average = _skip_shape_operations(centered.next_functions[1][0])
     is_average = average is not None and get_operation_name(average).startswith(("DivBackward", "MeanBackward"))
-    return "cov" if is_average and num_samples in centered._input_metadata[0].shape else ""
+    return is_average and num_samples in centered._input_metadata[0].shape
+
+
+def _is_pairwise(node: Node, num_samples: int, output_nodes: Collection[Node]) -> bool:
+    """Return whether a matrix product has an entry for each pair of samples, or of their views, such as `q @ k.T`.
+
+    `torch.einsum` computes it as a batch of one product.
+    """
+    *batch_sizes, rows, columns = node._input_metadata[0].shape
+    limit = _MAX_VIEWS * num_samples
+    is_pairwise = all(size % num_samples == 0 and size <= limit for size in (rows, columns))
+    if not is_pairwise or math.prod(batch_sizes) != 1:
+        return False
+    operands = node.next_functions
+    if any(side is None or not depends_on_outputs(side, output_nodes) for side, _ in operands):
+        return False
+    left, index = operands[0]
+    contracted = left._input_metadata[index].shape[-1]
+    return contracted != num_samples or num_samples in (rows, columns)  # else a sum over samples, such as `q.T @ k`
 
 
 def _skip_shape_operations(node: Node) -> Node:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.common.user_code import make_refusal
+from lockstep.common.user_code import find_calling_line, make_refusal
 from lockstep.models.check import find_hooked_parameter
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import ComputeNorms
@@ -333,7 +333,10 @@ _RATE_ADVICE: Final = (
     "scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, [f, g])) for a schedule in each group; otherwise, pass the "
     "rate to step.update(lr=...), as a function of step.samples_seen"
 )
-FREEZING_ADVICE: Final = "do it before run.place; to freeze an optimizer group later, set its lr_scale to 0"
+FREEZING_ADVICE: Final = (
+    "do it before run.place; to freeze an optimizer group later, name the groups, and update only the others with "
+    "step.update(of=...)"
+)
 _SETTING_ADVICE: Final = (
     "between steps, change only numbers such as weight_decay or betas; change everything else before run.place"
 )
@@ -377,6 +380,7 @@ class UserParamGroups:
         self._initial = [{**group} for group in self._groups]
         self._applied = [{**group} for group in self._groups]
         self._parameters = [[*group["params"]] for group in self._groups]
+        self._saved: tuple[list[GroupValues], str] | None = None  # the changes at the save in this step, and its line
 
     def apply_to(self, engine_groups: Sequence[GroupValues], step: int) -> None:
         """Copy changed settings to the groups of the engine's optimizer. Raises UsageError for unsupported changes."""
@@ -437,6 +441,28 @@ class UserParamGroups:
             }
             for group, initial in zip(self._groups, self._initial, strict=True)
         ]
+
+    def record_save(self) -> None:
+        """Record the settings that a checkpoint saves now."""
+        self._saved = self.collect_changes(), find_calling_line()
+
+    def forget_save(self) -> None:
+        """Forget a save between two loops, because a resumed script runs the lines after such a save again."""
+        self._saved = None
+
+    def check_saved(self, step: int) -> None:
+        """Raise UsageError if a setting changed after a save in this step, because a resumed run would lose it."""
+        saved, self._saved = self._saved, None
+        if saved is None:
+            return
+        for before, after in zip(saved[0], self.collect_changes(), strict=True):
+            if name := next((name for name in {**before, **after} if before.get(name) != after.get(name)), None):
+                raise make_refusal(
+                    f"step {step}: {name} of an optimizer group was changed after run.save, so a resumed run would "
+                    f"lose the change",
+                    "change the groups before run.save",
+                    saved[1],
+                )
 
     def load(self, changes: Sequence[GroupValues], engine_groups: Sequence[GroupValues]) -> None:
         """Load the settings that `collect_changes` returned at the save."""

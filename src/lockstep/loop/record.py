@@ -26,11 +26,16 @@ class LoopRecord:
         self._checkpoint = checkpoint
         self._resumed: dict[str, Any] | None = None  # the settings of the loop that saved the checkpoint
         self._first_step = 0  # the number of completed steps when this process began or resumed
+        self._saved_position: dict[str, Any] = {}  # the position of the checkpoint, see `_position`
+        self._has_warned = False  # about a loop that was complete before the run resumed
         self._dataset: tuple[Any, str] | None = None  # the current dataset, and a digest of its first and last sample
+        # The index of the current or last loop, the step at which it ends, and whether the script saves after it.
+        self._position: dict[str, Any] = {"loop": -1, "end": 0, "after": False}
         self.loop: dict[str, Any] | None = None  # the settings of the current or last loop
 
     def resume(self, loop_settings: dict[str, Any]) -> None:
         """Record the settings of the loop that saved the checkpoint. Call it after the checkpoint is loaded."""
+        self._saved_position = loop_settings.pop("position", {})  # absent in checkpoints of earlier Lockstep versions
         self._resumed = loop_settings
         self._first_step = self._rank.progress.step
 
@@ -85,11 +90,31 @@ class LoopRecord:
                 f"continues with the current values, so its weights may differ from those of an uninterrupted run"
             )
 
-    def check_steps_left(self, plan: LoopPlan) -> None:
-        """Raise UsageError if no step is left, unless the run had already completed all steps when it resumed."""
-        steps_done = self._rank.progress.step
-        if steps_done < plan.steps.total or (steps_done > 0 and steps_done == self._first_step):
-            return
+    def check_steps_left(self, plan: LoopPlan) -> bool:
+        """Return whether the loop has steps left.
+
+        Raises UsageError if no step is left, unless the run had already completed all steps when it resumed. Also
+        raises UsageError if the checkpoint was saved in a later loop, but the script left this loop early.
+        """
+        steps_done, end = self._rank.progress.step, plan.steps.total
+        self._position = {"loop": self._position["loop"] + 1, "end": end, "after": False}
+        if steps_done < end:
+            saved = self._saved_position
+            if self._is_resumed_step and self._position["loop"] < saved["loop"] and steps_done < saved["end"] != end:
+                raise make_refusal(
+                    f"run.steps: the run resumes at step {steps_done}, in loop {saved['loop'] + 1} over run.steps, but "
+                    f"the script left loop {self._position['loop'] + 1} before its end, so it would continue there",
+                    "keep in run.state that the loop has ended, and skip the loop if it is there",
+                )
+            return True
+        if steps_done > 0 and steps_done == self._first_step:
+            if steps_done > end and self._is_resumed_step and not self._has_warned:
+                self._has_warned = True
+                self._rank.warn(
+                    f"run.steps: the loop up to step {end} was complete before the run resumed at step {steps_done}; "
+                    "the code after it runs again, with the current weights, so keep what it computes in run.state"
+                )
+            return False
         if plan.steps.epochs is None:
             raise make_refusal(
                 f"run.steps: no steps are left, because {steps_done} of steps={plan.steps.steps} are done",
@@ -98,12 +123,34 @@ class LoopRecord:
         raise make_refusal(
             f"run.steps: no steps are left, because {steps_done} steps are done, and epochs={plan.steps.epochs} ends "
             f"after step {plan.steps.total}",
-            "remove the outer loop, or pass `epochs=epoch + 1`, because epochs count from the start of the run",
+            "remove the outer loop, and use `if step.every(epochs=1):` for the work at the end of an epoch; for a "
+            "second phase, pass more `epochs`, which count from the start of the run",
         )
+
+    @property
+    def reruns_code(self) -> bool:
+        """Whether the code after the current loop ran before the checkpoint was saved, and runs again now."""
+        if not self._is_resumed_step:
+            return False
+        steps_done, end = self._rank.progress.step, self._position["end"]
+        return bool(steps_done > end or (steps_done == end and self._saved_position["after"]))
+
+    @property
+    def _is_resumed_step(self) -> bool:
+        """Whether no step has run since the run resumed from a checkpoint that has a position."""
+        return bool(self._saved_position) and self._rank.progress.step == self._first_step
+
+    def record_save(self, *, after_loop: bool) -> None:
+        """Record a save. `after_loop` is whether the script calls `run.save` after a loop has ended."""
+        self._position["after"] = after_loop
 
     def as_dict(self, placed: PlacedModel) -> dict[str, Any]:
         """Return the record to save in a checkpoint, as JSON-serializable values."""
-        return {**(self.loop or placed.get_decisive_settings()), "began": self._collect_changeable_settings(placed)}
+        return {
+            **(self.loop or placed.get_decisive_settings()),
+            "began": self._collect_changeable_settings(placed),
+            "position": self._position,
+        }
 
     def _collect_changeable_settings(self, placed: PlacedModel) -> dict[str, Any]:
         """Return the settings that affect the resulting weights, but may change on resume.

@@ -38,6 +38,7 @@ from lockstep.loop.model_check import check_model_and_optimizer, disable_optimiz
 from lockstep.loop.optimizer_check import OptimizerCheck
 from lockstep.loop.plan import make_plan
 from lockstep.loop.record import LoopRecord
+from lockstep.loop.rerun_check import RerunCheck
 from lockstep.loop.scheduler import UserScheduler
 from lockstep.loop.seeding import make_sample_order
 from lockstep.loop.sequence import StepSequence
@@ -82,6 +83,7 @@ class Run:
         self._evaluation = Evaluation(rank, self._gate, self._call_check, member.settings.seed)
         self._state = ScriptState(self._world)
         self._record = LoopRecord(rank, member.checkpoint)
+        self._rerun_check = RerunCheck(self._state, rank.warn)
         self._streams = Streams(self._world)
         self._sequence = StepSequence(
             member, self._gate, self._call_check, self._logged_metrics, self._evaluation, self._state
@@ -185,6 +187,7 @@ class Run:
             if self.dir is not None:
                 self._checkpoints = LoopCheckpoints(self._member, placed, self._record, self._state)
                 self._checkpoints.resume()
+                self._rerun_check.begin_script()
                 interval = self._member.settings.run.digest_every
                 self._rank.start_digests(placed.canonical, placed.strategy.traits.exactness, interval)
         disable_optimizer(optimizer)
@@ -229,6 +232,8 @@ class Run:
         size, the number of micro-batches or the optimizer differs from that of the run being resumed.
         """
         placed = self._begin_placed_call("run.steps")
+        self._rerun_check.check_script()
+        self._rerun_check.check(placed)
         refuse_autocast("run.steps")
         with add_calling_line():
             dataset = self._streams.open(dataset)
@@ -246,7 +251,8 @@ class Run:
         self._record.begin_loop(loop, dataset, check.ends_digest, epochs=epochs, steps=steps)
         self._evaluation.default_batch = plan.max_microbatch_size
         self._record.warn_about_changes(placed)
-        self._record.check_steps_left(plan)
+        if not self._record.check_steps_left(plan) and self._record.reruns_code:
+            self._rerun_check.begin(placed)
         training = TrainingLoop(
             self._member, placed, plan, self._sequence, self._checkpoints, check.faults, close=self.close
         )
@@ -271,8 +277,9 @@ class Run:
     def sum(self, values: Any) -> Any:
         """Return the sum of `values` over all ranks. The result is the same on every rank.
 
-        Pass one value for each batch of `run.each`: a number, a tensor, or a dict of these. Integers are added exactly.
-        All other values are added in float64 in a fixed order, so the sum doesn't depend on the number of ranks.
+        Pass one value for each batch of `run.each`: a number, a tensor, or a dict of these. A name that isn't in the
+        dict of a batch counts as 0 there. Integers are added exactly. All other values are added in float64 in a fixed
+        order, so the sum doesn't depend on the number of ranks.
         Returns a number for 0-dim values, and a tensor on the CPU for tensors with dimensions.
         """
         self._begin_call("run.sum")
@@ -284,7 +291,8 @@ class Run:
 
     def save(self) -> None:
         """Save a checkpoint to the run folder. The same script can resume from it on any number of ranks."""
-        self._begin_placed_call("run.save")
+        placed = self._begin_placed_call("run.save")
+        self._rerun_check.check(placed)
         if self._checkpoints is None:
             raise make_refusal(
                 "run.save: the run has no folder",
@@ -292,7 +300,7 @@ class Run:
             )
         # Report before saving. If the run is killed after the save, it resumes after this step and never reports it.
         self._sequence.report_saved()
-        for saved in self._checkpoints.save():
+        for saved in self._checkpoints.save(after_loop=self._sequence.is_after_loop):
             self._rank.write(saved)
 
     def fingerprint(self) -> str:
@@ -322,9 +330,10 @@ class Run:
         try:
             if error is None:
                 self._check_call("the end of the run")
-                # Early stopping: the script left the loop early, and the last step is saved or the run has no folder.
-                if open_steps is not None and (checkpoints is None or checkpoints.has_saved_step(self.step)):
-                    finish_loop(self._rank, self._require_placed(), checkpoints)
+                if self._placed is not None:
+                    self._rerun_check.check(self._placed)
+                if open_steps is not None:  # early stopping: the script left the loop early
+                    self._end_early(checkpoints)
         except LockstepError as raised:
             error = raised
         with nullcontext() if error is None else suppress(Exception):  # after an error, the engine may be unusable
@@ -346,6 +355,16 @@ class Run:
         if isinstance(error, CorruptionError):
             self._rank.write_corrupted(error)
         self._member.close(error)
+
+    def _end_early(self, checkpoints: LoopCheckpoints | None) -> None:
+        """Write the event for the end of a loop that the script left early, or warn that its last step isn't saved."""
+        if checkpoints is None or checkpoints.has_saved_step(self.step):
+            finish_loop(self._rank, self._require_placed(), checkpoints)
+            return
+        self._rank.warn(
+            f"the script left the loop after step {self.step}, which is not saved, so lockstep.load returns older "
+            "weights, and the next start repeats steps; call run.save() before leaving the loop"
+        )
 
     def __enter__(self) -> Run:
         return self

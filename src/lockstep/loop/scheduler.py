@@ -73,6 +73,11 @@ class UserScheduler:
         changed_names = [name for name in own_initial_state if own_initial_state[name] != self.initial_state.get(name)]
         return [name for name in changed_names if not name.startswith("_")] or (["schedule"] if changed_names else [])
 
+    @property
+    def has_moved(self) -> bool:
+        """Whether the script has stepped the scheduler since the start of the run."""
+        return bool(self.get_state() != self.initial_state)
+
     def record_update(self) -> None:
         """Record that there was an update, because PyTorch warns if a scheduler is stepped before the first update."""
         self._optimizer._opt_called = True  # type: ignore[attr-defined]

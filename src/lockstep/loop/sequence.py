@@ -85,6 +85,7 @@ class StepSequence:
         self._evaluation.warn_if_not_summed()
         self._training_step = training_step
         self._state.forget_save()
+        placed.groups.forget_save()
         self._is_careful = self._has_new_form or is_careful(self._num_steps)
         self._num_steps += 1
         self._step = Step(
@@ -113,6 +114,7 @@ class StepSequence:
             raise self._step._make_unfinished_error()
         if placed.scheduler is not None:
             placed.scheduler.check_saved(self._step.number)
+        placed.groups.check_saved(self._step.number)
         self._state.check_saved(self._step.number)
         placed.modes.end_step()
         self._has_new_form = self._step._has_new_form
@@ -121,6 +123,11 @@ class StepSequence:
             assert self._training_step.sums is not None
             digests = {**placed.compute_digests(), **compute_state_digests(self._state.get_tensors())}
             self._observe(self._training_step.step.number + 1, float(self._training_step.sums.loss), digests)
+
+    @property
+    def is_after_loop(self) -> bool:
+        """Whether a loop has ended, and no other loop has begun a step."""
+        return self._has_loops and self._step is None
 
     def refuse_within_step(self, call: str) -> None:
         """Raise UsageError if `call` is made within a step, before its update."""

@@ -54,6 +54,11 @@ def sum_values(world: World, values: Any, get_last_pass: Callable[[], Evaluation
         name: total if total.ndim else total.item()
         for name, total in sums_by_batch.compute_total(world, current_pass.num_batches).items()
     }
+    if _UNNAMED in sums and len(sums) > 1:
+        raise make_refusal(
+            "run.sum: got dicts for some batches, and values without a name for others",
+            "pass a dict for each batch; a name that a batch does not have counts as 0",
+        )
     return sums.get(_UNNAMED, sums)
 
 

@@ -121,7 +121,17 @@ class TrainingLoop:
         if training_step.step.first == 0:
             self.placed.check_structure()
             self._compare_orders(training_step.step.epoch)
+            self._warn_about_scheduler(training_step.step.epoch)
         return self.sequence.begin(self.placed, self.plan, training_step, reports, audit, examination)
+
+    def _warn_about_scheduler(self, epoch: int) -> None:
+        """Warn after two epochs if the script never stepped its scheduler. One epoch may end after the loop."""
+        scheduler = self.placed.scheduler
+        if epoch == 2 and scheduler is not None and not scheduler.has_moved:
+            self._rank.warn(
+                "run.place: the script never stepped its scheduler, so the learning rate is constant; call "
+                "scheduler.step() after step.update, as often as its schedule expects"
+            )
 
     def _compare_orders(self, epoch: int) -> None:
         """Raise UsageError if the sample order of an epoch differs between ranks. All ranks must call this method."""

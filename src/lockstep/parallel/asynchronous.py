@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.comm.named_sums import sum_batches_over_ranks
+from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.rpc import Rpc
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
@@ -163,11 +163,11 @@ class AsynchronousEngine:
 
     def _sum_over_ranks(self, sums: Sums, step: Step) -> Sums:
         """Return the sums over all ranks. Blocks until all ranks have called this method."""
-        integer_sums = {name: tensor for name, tensor in sums.of_task.items() if not tensor.is_floating_point()}
         losses = {_LOSS: sums.total, **{f"{_LOSS}/{name}": loss.total for name, loss in sums.named.items()}}
-        float_sums = {name: tensor for name, tensor in sums.of_task.items() if name not in integer_sums} | losses
-        rows = {self._world.rank: float_sums} if self._has_microbatches else {}
-        totals = sum_batches_over_ranks(self._world, integer_sums, rows, self._world.size)
+        named_sums = NamedSums()
+        if self._has_microbatches:
+            named_sums.add(self._world.rank, {**sums.of_task, **losses})
+        totals = named_sums.compute_total(self._world, self._world.size)
         named = {
             name: NamedLoss(totals.pop(f"{_LOSS}/{name}").to(self._world.device), weight)
             for name, weight in (step.weights or {}).items()
