@@ -835,3 +835,17 @@ def test_a_batch_whose_samples_are_columns_is_refused_with_the_line_to_write():
         loops.placed(run)
         with pytest.raises(UsageError, match=advice):
             next(iter(run.steps(data, batch=8, microbatches=2, epochs=1, collate=columns)))
+
+
+def test_samples_of_different_sizes_are_refused_with_what_to_pass():
+    images = [torch.zeros(3, 4 + index, 5) for index in range(8)]
+    with joined() as run:
+        loops.placed(run)
+        stacked = (
+            r"cannot stack the samples \d, \d, \d, \d: RuntimeError: .* equal size.*; pass collate=, a function that"
+        )
+        with pytest.raises(UsageError, match=stacked):
+            next(iter(run.steps(images, batch=8, microbatches=2, epochs=1)))
+        listed = "if samples have different sizes, pad and stack them, and remove the padding in the loop"
+        with pytest.raises(UsageError, match=listed):
+            next(iter(run.steps(images, batch=8, microbatches=2, epochs=1, collate=tuple)))

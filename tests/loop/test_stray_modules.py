@@ -7,6 +7,8 @@ from typing import Any
 import loops
 import pytest
 import torch
+import worlds
+from loop_ends import ended
 from one_process import joined
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -87,9 +89,36 @@ def test_a_teacher_in_training_that_joins_late_is_refused(since: int) -> None:
             soft = teacher(x).softmax(1)
         return summed(outputs, y) + (outputs.softmax(1) - soft).square().sum()
 
-    with pytest.raises(UsageError, match=r"^a BatchNorm1d outside the placed model"):
+    with pytest.raises(
+        UsageError,
+        match=r"^a BatchNorm1d outside the placed model .* in a momentum copy .* set its track_running_stats to False",
+    ):
         trained(loss)
     assert steps[-1] == (since if since < 9 else since + 1)
+
+
+def momentum_copy(run: Any) -> None:
+    """Train against the targets of an average of the model, in training mode, as BYOL and MoCo do."""
+    model, _ = loops.placed(run)
+    average = deepcopy(model).requires_grad_(False)
+    for module in average.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.track_running_stats = False
+    for step in run.steps(loops.data(), batch=16, microbatches=4, epochs=2):
+        for x, y in step:
+            with torch.no_grad():
+                targets = average(x)
+            step.backward(sum=summed(model(x), y) + F.mse_loss(model(x), targets, reduction="sum"))
+        step.update()
+        with torch.no_grad():
+            for own, trained in zip(average.parameters(), model.parameters(), strict=True):
+                own.lerp_(trained, 0.1)
+
+
+@pytest.mark.worlds
+def test_a_momentum_copy_may_normalize_without_running_statistics() -> None:
+    [alone] = worlds.run(1, ended, "single", momentum_copy)
+    assert worlds.run(3, ended, "ddp", momentum_copy) == [alone] * 3
 
 
 def test_a_frozen_teacher_may_join_at_any_time() -> None:

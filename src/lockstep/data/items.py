@@ -68,7 +68,16 @@ class MapStyleSplit:
             for index in indices.tolist()
         ]
         with UserCode(f"{self._label}: collate"):
-            batch = self._collate(items)
+            try:
+                batch = self._collate(items)
+            except (RuntimeError, TypeError) as error:
+                if self._collate is not default_collate:
+                    raise
+                raise UsageError(
+                    f"{self._label}: torch's default_collate cannot stack the samples {_format_indices(indices)}: "
+                    f"{type(error).__name__}: {error}; pass collate=, a function that makes a batch from a list "
+                    f"of samples, for example by padding them"
+                ) from error
         _check_batch(self._label, batch, len(items))
         return batch
 
@@ -114,8 +123,7 @@ class ImportedSplit:
         assert self._collate is not None
         # A collate function may draw random numbers, for example for masked language modeling.
         seed_rngs(random.make_key(random.SAMPLE, random_key or 0, sample_indices[0], 1))
-        ellipsis = ", ..." if len(sample_indices) > 4 else ""
-        label = f"{self._label}: collate of samples {', '.join(map(str, sample_indices[:4]))}{ellipsis}"
+        label = f"{self._label}: collate of samples {_format_indices(sample_indices)}"
         with UserCode(label):
             return check_batch(label, self._collate(samples), len(samples))
 
@@ -203,9 +211,18 @@ def _check_batch(label: str, batch: Batch, num_samples: int) -> None:
         is_second_dim = mismatch.ndim > 1 and mismatch.shape[1] == num_samples
         raise UsageError(
             f"{label}: collate returned a tensor of shape {list(mismatch.shape)} for {num_samples} samples; put "
-            "samples along dim 0 of each "
-            f"tensor{', and use x = x.transpose(0, 1) in the loop' if is_second_dim else ''}"
+            "samples along dim 0 of each tensor"
+            + (
+                ", and use x = x.transpose(0, 1) in the loop"
+                if is_second_dim
+                else "; if samples have different sizes, pad and stack them, and remove the padding in the loop"
+            )
         )
+
+
+def _format_indices(indices: Sequence[Any] | NDArray[np.int64]) -> str:
+    """Format up to four sample indices, such as `3, 5, 7, 9, ...`."""
+    return ", ".join(map(str, indices[:4])) + (", ..." if len(indices) > 4 else "")
 
 
 def _to_pair(batch: Batch) -> Batch:

@@ -304,7 +304,8 @@ class StrayModuleCheck:
             self.close()
             raise make_refusal(
                 f"a {kind} outside the placed model would have different running statistics on each rank",
-                "make it a part of the model that you pass to run.place",
+                "make it a part of the model that you pass to run.place; in a momentum copy of the model, set its "
+                "track_running_stats to False, which normalizes with the statistics of each micro-batch as before",
             )
         # A teacher model under no_grad is fine, even if its parameters have requires_grad.
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
