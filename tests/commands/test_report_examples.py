@@ -192,7 +192,7 @@ def test_the_pixels_of_a_segmentation(run, tmp_path):
 
 def test_of_a_task_of_ones_own_its_figures_are_shown(run, tmp_path):
     (tmp_path / "mine.py").write_text(WRONG)
-    run("train", "digits", "recipe.task=mine:Wrong", "recipe.steps=2", "recipe.epochs=", "run.dir=run")
+    run("train", "digits", "recipe.task=mine:Wrong", "recipe.steps=2", "recipe.epochs=", "recipe.loss=", "run.dir=run")
     assert "its recipe references code" in run("report", "run", "--examples", code=2).err
     run("report", "run", "--examples", "recipe.task.name=mine:Wrong")
     page = Page(tmp_path / "report.html")
