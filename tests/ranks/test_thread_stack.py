@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,10 @@ def test_a_thread_is_read_where_it_stands_and_while_it_runs() -> None:
         thread.start()
         assert thread.ident is not None
         assert ready.wait(60)
-        found = [read_stack(thread.ident) for _ in range(500)]
+        found = []
+        for _ in range(500):
+            found.append(read_stack(thread.ident))
+            time.sleep(1e-5)  # let the thread run
         end.set()
         thread.join()
         assert read_stack(thread.ident) == []
@@ -66,3 +70,28 @@ def test_a_thread_is_read_where_it_stands_and_while_it_runs() -> None:
 
     assert read(stands) == {"stands"}
     assert read(runs) >= {"runs", "inner"}
+
+
+def test_a_thread_is_read_while_an_object_is_destroyed_as_its_function_returns() -> None:
+    """Here, `faulthandler` of Python 3.13 ends the process with SIGSEGV."""
+    ready, end = threading.Event(), threading.Event()
+
+    class Held:
+        def __del__(self) -> None:
+            ready.set()
+            end.wait()
+
+    def holds(_: int) -> None:
+        held = Held()  # noqa: F841
+
+    def calls() -> None:
+        list(map(holds, [0]))  # from C code, so that a new interpreter loop runs it
+
+    thread = threading.Thread(target=calls)
+    thread.start()
+    assert thread.ident is not None
+    assert ready.wait(60)
+    names = [line.function for line in read_stack(thread.ident)]
+    end.set()
+    thread.join()
+    assert names.index("__del__") < names.index("calls")

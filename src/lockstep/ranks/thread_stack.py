@@ -1,17 +1,23 @@
 """Reads the stack of another thread of this process.
 
-`faulthandler` writes the stacks in a single C call, during which no other thread runs Python code. Following `f_back`
-from the frames of `sys._current_frames` isn't safe while the thread runs: with Python 3.11, it sometimes ends the
-process with SIGSEGV (https://github.com/python/cpython/issues/99110, and a pipeline stage of Lockstep).
+There are two ways, and each ends the process with SIGSEGV on some versions of Python:
+
+- Following `f_back` from the frames of `sys._current_frames` while the thread runs, with Python 3.11
+  (https://github.com/python/cpython/issues/99110, and a pipeline stage of Lockstep).
+- `faulthandler.dump_traceback`, a single C call, with Python 3.13 if the thread runs the destructor of an object that a
+  returning function held (tests/ranks/test_thread_stack.py).
 """
 
 import faulthandler
 import os
 import re
+import sys
 import tempfile
 from typing import Final, NamedTuple
 
 _THREAD: Final = re.compile(r"^(?:Current t|T)hread 0x([0-9a-f]+)\b")
+_FOLLOWS_FRAMES: Final = sys.version_info >= (3, 13)
+_MAX_LINES: Final = 100
 _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 
@@ -26,9 +32,9 @@ class StackLine(NamedTuple):
 def read_stack(thread: int) -> list[StackLine]:
     """Return the stack of the thread with the ident `thread`, innermost line first, at most the inner 100 lines.
 
-    Returns an empty list if the thread has ended, or if it is older than 100 other threads.
+    Returns an empty list if the thread has ended. Before Python 3.13, also if it is older than 100 other threads.
     """
-    return parse_dump(_dump_stacks(), thread)
+    return _follow_frames(thread) if _FOLLOWS_FRAMES else parse_dump(_dump_stacks(), thread)
 
 
 def parse_dump(dump: str, thread: int) -> list[StackLine]:
@@ -40,6 +46,16 @@ def parse_dump(dump: str, thread: int) -> list[StackLine]:
             is_wanted = int(header[1], 16) == thread
         elif is_wanted and (frame := _FRAME.match(text)):
             lines.append(StackLine(frame[1], int(frame[2]) if frame[2].isdecimal() else 0, frame[3]))
+    return lines
+
+
+def _follow_frames(thread: int) -> list[StackLine]:
+    lines: list[StackLine] = []
+    frame = sys._current_frames().get(thread)
+    while frame is not None and len(lines) < _MAX_LINES:
+        code = frame.f_code
+        lines.append(StackLine(code.co_filename, frame.f_lineno or 0, code.co_name))
+        frame = frame.f_back
     return lines
 
 
