@@ -90,11 +90,10 @@ class LoopRecord:
                 f"continues with the current values, so its weights may differ from those of an uninterrupted run"
             )
 
-    def check_steps_left(self, plan: LoopPlan) -> bool:
-        """Return whether the loop has steps left.
+    def check_steps_left(self, plan: LoopPlan) -> None:
+        """Raise UsageError if no step is left, unless the run had already completed all steps when it resumed.
 
-        Raises UsageError if no step is left, unless the run had already completed all steps when it resumed. Also
-        raises UsageError if the checkpoint was saved in a later loop, but the script left this loop early.
+        Also raises UsageError if the checkpoint was saved in a later loop, but the script left this loop early.
         """
         steps_done, end = self._rank.progress.step, plan.steps.total
         self._position = {"loop": self._position["loop"] + 1, "end": end, "after": False}
@@ -106,7 +105,7 @@ class LoopRecord:
                     f"the script left loop {self._position['loop'] + 1} before its end, so it would continue there",
                     "keep in run.state that the loop has ended, and skip the loop if it is there",
                 )
-            return True
+            return
         if steps_done > 0 and steps_done == self._first_step:
             if steps_done > end and self._is_resumed_step and not self._has_warned:
                 self._has_warned = True
@@ -114,7 +113,7 @@ class LoopRecord:
                     f"run.steps: the loop up to step {end} was complete before the run resumed at step {steps_done}; "
                     "the code after it runs again, with the current weights, so keep what it computes in run.state"
                 )
-            return False
+            return
         if plan.steps.epochs is None:
             raise make_refusal(
                 f"run.steps: no steps are left, because {steps_done} of steps={plan.steps.steps} are done",

@@ -251,7 +251,8 @@ class Run:
         self._record.begin_loop(loop, dataset, check.ends_digest, epochs=epochs, steps=steps)
         self._evaluation.default_batch = plan.max_microbatch_size
         self._record.warn_about_changes(placed)
-        if not self._record.check_steps_left(plan) and self._record.reruns_code:
+        self._record.check_steps_left(plan)
+        if self._record.reruns_code:
             self._rerun_check.begin(placed)
         training = TrainingLoop(
             self._member, placed, plan, self._sequence, self._checkpoints, check.faults, close=self.close
